@@ -1,0 +1,69 @@
+"""Identities.
+
+Theory. Three kinds of number must never be mixed: a *member id* names one process life and is never reused; a *rank* is
+a position inside one generation; a *generation* is one membership of the job. They are separate types here, and only
+``core/membership.py`` relates them.
+
+Invariants:
+1. Generations are totally ordered by (term, n); a message of a lower generation than the receiver's is refused.
+2. A save id is a pure function of (run, generation, step, attempt): every rank computes the same one.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+
+MemberId = NewType("MemberId", int)
+NodeId = NewType("NodeId", str)
+RunId = NewType("RunId", str)
+
+RUN_ID_PATTERN = r"[a-z0-9][a-z0-9-]{0,63}"
+
+
+class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One membership of the job: ``n`` counts memberships, ``term`` counts controllers."""
+
+    term: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.n}"
+
+    def next(self) -> Generation:
+        """The generation that follows in the same term."""
+        return Generation(self.term, self.n + 1)
+
+    def pack(self) -> int:
+        """As one 64-bit integer, for the status page."""
+        return (self.term << 32) | self.n
+
+    @staticmethod
+    def unpack(word: int) -> Generation:
+        """Inverse of :meth:`pack`."""
+        return Generation(word >> 32, word & 0xFFFFFFFF)
+
+
+NO_GENERATION = Generation(0, 0)
+
+
+class SaveId(msgspec.Struct, frozen=True, order=True):
+    """Identity of one attempt to save one step.
+
+    ``step`` is the number of updates done before it; ``kind`` is ``periodic``, ``request``, ``exit``, ``final`` or
+    ``last-gasp``.
+    """
+
+    run: str
+    generation: Generation
+    step: int
+    attempt: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.run}.g{self.generation}.a{self.attempt}"
+
+    def directory(self) -> str:
+        """Directory name below the checkpoint root, e.g. ``step-00001200.<save id>``."""
+        return f"step-{self.step:08d}.{self}"

@@ -1,0 +1,433 @@
+"""Every message of the control plane: the wire format, the machines' vocabulary and the event log in one place.
+
+Theory. Workers talk to the agent of their node; the agent forwards to the controller what carries a ``member_id`` and
+routes back what names one. Tensors never pass here. All structs are tagged msgspec structs, encoded as msgpack on the
+wire and as JSON in the event log; unknown fields are ignored, wrong types are refused with their path.
+
+Invariants:
+1. Every message about a generation carries it; one function (``membership.is_stale``) refuses older ones.
+2. A command is idempotent by (generation, content): it may be delivered twice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+
+PROTOCOL_VERSION = 1
+FRAME_SIZE_BYTES_MAX = 64 * 1024 * 1024
+TEXT_SIZE_MAX = 64 * 1024
+
+RankState = Literal[
+    "starting", "ready", "compute", "voting", "updating", "aborted", "in_doubt", "torn", "finished"
+]
+"""State of the step protocol of one rank; with a step number it is, for instance, READY(s) = COMMITTED(s)."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A traceback or log tail, already cut to ``TEXT_SIZE_MAX``."""
+
+    text: str = ""
+
+
+# ---------------------------------------------------------------- worker -> agent -> controller
+
+
+class WorkerHello(Message, frozen=True):
+    """First message of a worker, and again after it reconnected to a successor agent."""
+
+    member_id: MemberId
+    generation: Generation
+    rank: int
+    pid: int
+    state: RankState = "starting"
+    step: int = 0
+
+
+class SessionOpened(Message, frozen=True):
+    """A session exists and stands at ``step`` (resumed or fresh). ``root`` is where it saves, absolute, or empty."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    root: str = ""
+
+
+class LayoutPublished(Message, frozen=True):
+    """What boxes this rank holds (JSON of ``store.layout.RankLayout``); sent again when it changes."""
+
+    member_id: MemberId
+    generation: Generation
+    rank: int
+    version: int
+    layout: bytes
+
+
+class FaultSeen(Message, frozen=True):
+    """A collective broke here and nobody has told this rank of a fault yet."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    what: str
+
+
+class WorkerFailed(Message, frozen=True):
+    """User code raised: the process is about to exit. ``digest`` identifies type, text and place of the exception."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    kind: str
+    what: str
+    traceback: str
+    digest: str
+    user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
+
+
+class Settled(Message, frozen=True):
+    """Answer to :class:`Fence`: this rank will not change its state without a :class:`Settle`."""
+
+    member_id: MemberId
+    generation: Generation  # the new one, of the Fence
+    state: RankState  # ready, aborted, in_doubt, torn or finished (starting: no session yet)
+    step: int
+    freed_ns: int = 0  # CLOCK_MONOTONIC when the main thread was out of its collective
+
+
+class SaveReported(Message, frozen=True):
+    """A part of a checkpoint is durable (or failed: ``error``). ``sealed``: this rank saw full coverage and sealed it."""
+
+    member_id: MemberId
+    generation: Generation
+    save_id: SaveId
+    sealed: bool
+    size_bytes: int
+    duration_s: float
+    stall_s: float = 0.0
+    error: str = ""
+
+
+class StepReached(Message, frozen=True):
+    """First committed step of this rank in this generation (``resumed`` when all have reported)."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+
+
+class ExitAsked(Message, frozen=True):
+    """A worker was asked to exit gracefully (signal, file); ``source`` says by what."""
+
+    member_id: MemberId
+    generation: Generation
+    source: str
+
+
+class ExitAgreed(Message, frozen=True):
+    """The vote of ``step`` carried the exit request: all ranks save ``step`` and leave."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+
+
+class Finished(Message, frozen=True):
+    """The session of this rank is done (``until`` reached or exit agreed) and waits for :class:`Release`."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    reason: Literal["done", "exit"]
+    sealed: bool = False
+
+
+# ---------------------------------------------------------------- controller -> agent -> worker
+
+
+class Fence(Message, frozen=True):
+    """Leave the old generation: get out of collectives, stop at the step boundary, answer :class:`Settled`."""
+
+    member_id: MemberId
+    generation: Generation  # the new one
+    reason: str
+    dead_ranks: tuple[int, ...] = ()
+
+
+class SaveOrder(msgspec.Struct, frozen=True):
+    """Write one copy of each box, planned over ``sources`` (ranks of the old generation that live and are sound)."""
+
+    save_id: SaveId
+    root: str
+    sources: tuple[int, ...]
+    layouts: dict[str, bytes]  # rank (text) -> JSON of RankLayout, the dead included
+    dead_locals: dict[str, bytes]  # rank (text) -> JSON of rank-local values of the dead, from their pages
+
+
+class Settle(Message, frozen=True):
+    """The decision: the job stands at ``step``. In-doubt ranks of an earlier step apply their update first."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    save: SaveOrder | None = None
+    then: Literal["restart", "retry", "stop"] = "restart"
+
+
+class Resume(Message, frozen=True):
+    """Retry in place: same members, new generation; rebuild the groups and run the step again."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+
+
+class Leave(Message, frozen=True):
+    """Exit now with ``code``."""
+
+    member_id: MemberId
+    generation: Generation
+    code: int
+    reason: str
+
+
+class Release(Message, frozen=True):
+    """Every rank has finished: the session may return."""
+
+    member_id: MemberId
+    generation: Generation
+
+
+class ExitOrder(Message, frozen=True):
+    """Raise (or with ``cancel`` take back) the exit flag in the next vote."""
+
+    member_id: MemberId
+    generation: Generation
+    source: str
+    cancel: bool = False
+
+
+class Catalogued(Message, frozen=True):
+    """All ranks published layout ``version``: the layouts of the generation, by rank (text)."""
+
+    member_id: MemberId
+    generation: Generation
+    version: int
+    layouts: dict[str, bytes]
+
+
+# ---------------------------------------------------------------- agent <-> controller
+
+
+class MemberSeen(msgspec.Struct, frozen=True):
+    """A worker that an agent holds when it (re)joins."""
+
+    member_id: MemberId
+    generation: Generation
+    rank: int
+    pid: int
+    state: RankState
+    step: int
+
+
+class AgentHello(Message, frozen=True):
+    """An agent joins (or rejoins after it or the controller was replaced) with what it holds."""
+
+    node_id: NodeId
+    slots: int
+    pid: int
+    members: tuple[MemberSeen, ...] = ()
+
+
+class AgentBeat(Message, frozen=True):
+    """Heartbeat of an agent."""
+
+    node_id: NodeId
+
+
+class MemberStarted(Message, frozen=True):
+    """A worker process exists."""
+
+    member_id: MemberId
+    node_id: NodeId
+    pid: int
+
+
+class MemberExited(Message, frozen=True):
+    """A worker process is gone. State, step and local values are read from its status page."""
+
+    member_id: MemberId
+    node_id: NodeId
+    generation: Generation  # of its page
+    code: int | None  # exit code; None when it was not our child
+    signal: int | None
+    state: RankState
+    step: int
+    detail: str = ""  # phase name on the page, e.g. "backward"
+    local: bytes = b""  # rank-local values (JSON) of the last committed step
+    died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """One process life to start."""
+
+    member_id: MemberId
+    rank: int
+    local_rank: int
+
+
+class StartMembers(Message, frozen=True):
+    """Start these workers as generation ``generation``. ``resume`` names the save to load first, if one is known."""
+
+    node_id: NodeId
+    generation: Generation
+    world_size: int
+    attempt: int
+    members: tuple[Assignment, ...]
+    resume: str = ""  # directory name below the root
+    restart_count: int = 0
+
+
+class KillMember(Message, frozen=True):
+    """SIGKILL a worker (and its process group); with ``grace_s`` > 0 SIGTERM first."""
+
+    member_id: MemberId
+    node_id: NodeId
+    reason: str
+    grace_s: float = 0.0
+
+
+class EndRun(Message, frozen=True):
+    """The run is over: kill what is left, report ``code``."""
+
+    code: int
+    reason: str
+
+
+# ---------------------------------------------------------------- command line -> agent
+
+
+class ExitRun(Message, frozen=True):
+    """``holdfast exit``: agree on a step, save, leave; ``cancel`` takes it back; after ``grace_s`` it ends anyway."""
+
+    grace_s: float
+    source: str
+    cancel: bool = False
+
+
+class StopRun(Message, frozen=True):
+    """Second Ctrl-C: end at once."""
+
+    reason: str
+
+
+class Ack(Message, frozen=True):
+    """Answer to a command line request."""
+
+    ok: bool
+    detail: str = ""
+
+
+# ---------------------------------------------------------------- key-value store (rendezvous of process groups)
+
+
+class KvRequest(Message, frozen=True):
+    """One operation on the key-value store of a generation. ``wait`` blocks on the server until all keys exist."""
+
+    request_id: int
+    op: Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
+    keys: tuple[str, ...] = ()
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = 300.0
+
+
+class KvReply(Message, frozen=True):
+    """Answer to :class:`KvRequest`; ``error`` is ``timeout``, ``missing`` or empty."""
+
+    request_id: int
+    value: bytes = b""
+    number: int = 0
+    ok: bool = True
+    error: str = ""
+
+
+# ---------------------------------------------------------------- events that only a driver makes
+
+
+class Tick(Message, frozen=True):
+    """A timer set by :class:`SetTimer` fired."""
+
+    name: str
+
+
+class AgentGone(Message, frozen=True):
+    """The connection of an agent closed."""
+
+    node_id: NodeId
+
+
+class ControllerGone(Message, frozen=True):
+    """The connection to the controller closed (event for an agent)."""
+
+
+class LauncherGone(Message, frozen=True):
+    """The launcher died (event for an agent)."""
+
+
+# ---------------------------------------------------------------- commands that only a driver executes
+
+
+class Command(Message, frozen=True):
+    """Base of effects that are not messages to another process."""
+
+
+class Send(Command, frozen=True):
+    """Send ``message`` to ``to``: ``agent:<node>``, ``member:<id>``, ``controller`` or ``launcher``."""
+
+    to: str
+    message: Message
+
+
+class SetTimer(Command, frozen=True):
+    """Post :class:`Tick` after ``delay_s``; setting a name again replaces it."""
+
+    name: str
+    delay_s: float
+
+
+class CancelTimer(Command, frozen=True):
+    """Forget a timer."""
+
+    name: str
+
+
+class Record(Command, frozen=True):
+    """One line of the event log. ``kind`` is documented in ``docs/events.md``."""
+
+    kind: str
+    data: dict[str, str | int | float | bool | None | list[int] | list[str]]
+
+
+class Finish(Command, frozen=True):
+    """The run is over: journal it, tell the agents, end the controller."""
+
+    code: int
+    reason: str
+
+
+WireMessage = (
+    WorkerHello | SessionOpened | LayoutPublished | FaultSeen | WorkerFailed | Settled | SaveReported | StepReached
+    | ExitAsked | ExitAgreed | Finished | Fence | Settle | Resume | Leave | Release | ExitOrder | Catalogued
+    | AgentHello | AgentBeat | MemberStarted | MemberExited | StartMembers | KillMember | EndRun | ExitRun | StopRun
+    | Ack | KvRequest | KvReply
+)
+"""All that may travel; the decoder accepts nothing else."""

@@ -1,0 +1,88 @@
+"""Layout of the shared-memory status page (pure: names and bit packing; ``runtime/page.py`` maps it).
+
+Theory. Each worker owns one page, a file in shared memory that outlives the process. The worker writes single aligned
+64-bit words (one store each, so a reader never sees half a word); agent, status command and fault injector read them.
+Step and phase share one word, so that they can never be read from two different moments.
+
+Invariants:
+1. ``STATE`` shows UPDATE(s) before the first parameter of step s changes, and READY(s+1) only after the block ended.
+2. A reader trusts a page only when ``GENERATION`` equals the generation that it decides about.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
+PAGE_VERSION = 1
+PAGE_SIZE_BYTES = 4096
+LOCAL_SLOTS = 2
+LOCAL_SLOT_BYTES = 128 * 1024
+FILE_SIZE_BYTES = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
+
+
+class Word(IntEnum):
+    """Index of each 64-bit word."""
+
+    MAGIC = 0
+    VERSION = 1
+    GENERATION = 2
+    MEMBER = 3
+    RANK = 4
+    PID = 5
+    STATE = 6  # step << 8 | Phase
+    ENTERED_NS = 7  # CLOCK_MONOTONIC when STATE was written
+    COLLECTIVES = 8  # collectives started in this process
+    COMMITTED = 9  # steps committed
+    STEP_NS = 10  # duration of the last committed step
+    FREED_NS = 11  # CLOCK_MONOTONIC when the main thread was out of its collective after a fence
+    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see runtime/page.py)
+    FLAGS = 13
+    REPEATED = 14  # blocks that ran again after an abort
+
+
+class Phase(IntEnum):
+    """Where a worker is. FORWARD and BACKWARD are COMPUTE, UPDATE and COMMIT are UPDATING, READY and SAVE are COMMITTED."""
+
+    STARTING = 0
+    READY = 1
+    FORWARD = 2
+    BACKWARD = 3
+    VOTE = 4
+    UPDATE = 5
+    COMMIT = 6
+    SAVE = 7
+    ABORTED = 8
+    IN_DOUBT = 9
+    TORN = 10
+    FINISHED = 11
+    LEFT = 12
+
+
+class TrapAction(IntEnum):
+    """What a trapped worker does when it reaches the trap's phase and step."""
+
+    NONE = 0
+    HOLD = 1  # stop there until an injector kills the process
+    RAISE = 2  # raise an ordinary exception in the main thread
+    EXIT = 3  # os._exit(1)
+
+
+def pack_state(step: int, phase: Phase) -> int:
+    """Step and phase as one word."""
+    return (step << 8) | int(phase)
+
+
+def unpack_state(word: int) -> tuple[int, Phase]:
+    """Inverse of :func:`pack_state`."""
+    return word >> 8, Phase(word & 0xFF)
+
+
+def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
+    """A trap as one word; the action and the phase must fit 7 and 8 bits, the step 48."""
+    return (int(action) << 56) | (int(phase) << 48) | step
+
+
+def unpack_trap(word: int) -> tuple[TrapAction, Phase, int]:
+    """Inverse of :func:`pack_trap`."""
+    return TrapAction(word >> 56), Phase((word >> 48) & 0xFF), word & 0xFFFFFFFFFFFF

@@ -1,0 +1,118 @@
+"""Errors that Holdfast raises on purpose.
+
+Tree::
+
+    HoldfastError
+    ├── UserError                   you can fix it: wrong argument, script, path or state
+    │   ├── UsageError              a flag or argument that cannot work, named with the reason
+    │   ├── ScriptError             the training script is missing or cannot be started
+    │   ├── StateError              an object in the state cannot be saved or restored
+    │   ├── StepError               the step protocol was misused (two updates without a name, ...)
+    │   ├── EmptyLoaderError        the loader yields no batch
+    │   └── UnsupportedError        refused by name: feature, optimizer, framework version
+    ├── FaultError                  the job was disturbed
+    │   ├── PeerLost                a collective outside a step lost its peer
+    │   └── GroupError              a process group could not be built
+    ├── ProtocolError               a frame or message that breaks the protocol
+    │   └── AuthError               the token handshake failed
+    ├── StoreError                  checkpoint files
+    │   ├── CheckpointInvalid       torn, flipped, incomplete or foreign files
+    │   ├── CheckpointMismatch      valid files of another model: names, shapes, dtypes
+    │   ├── NothingToResume         a checkpoint was asked for and none is valid
+    │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
+    └── InternalError               an invariant of ours is broken: please report it
+
+Every message says what was wrong, where, and what to do next. ``hint`` holds the next command or change; the command
+line prints it on a line of its own, after the log path.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Base of every error raised by Holdfast.
+
+    Args:
+        message: what was wrong and where, one or a few lines.
+        hint: what to do next (a command or a change), or empty.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.hint}" if self.hint else self.message
+
+
+class UserError(HoldfastError):
+    """Something that the user can fix."""
+
+
+class UsageError(UserError):
+    """A flag or argument that cannot work."""
+
+
+class ScriptError(UserError):
+    """The training script is missing or cannot be started."""
+
+
+class StateError(UserError):
+    """An object in the training state cannot be saved or restored."""
+
+
+class StepError(UserError):
+    """The step protocol was misused."""
+
+
+class EmptyLoaderError(UserError):
+    """The loader yields no batch."""
+
+
+class UnsupportedError(UserError):
+    """A feature that is refused by name, with the reason."""
+
+
+class FaultError(HoldfastError):
+    """The job was disturbed."""
+
+
+class PeerLost(FaultError):
+    """A collective outside a step lost its peer."""
+
+
+class GroupError(FaultError):
+    """A process group could not be built."""
+
+
+class ProtocolError(HoldfastError):
+    """A frame or message that breaks the protocol."""
+
+
+class AuthError(ProtocolError):
+    """The token handshake failed."""
+
+
+class StoreError(HoldfastError):
+    """Something is wrong with checkpoint files."""
+
+
+class CheckpointInvalid(StoreError):
+    """Torn, flipped, incomplete or foreign checkpoint files."""
+
+
+class CheckpointMismatch(StoreError):
+    """Valid checkpoint files of another model."""
+
+
+class NothingToResume(StoreError):
+    """A checkpoint was asked for and none is valid."""
+
+
+class StoreWriteError(StoreError):
+    """The store could not be written."""
+
+
+class InternalError(HoldfastError):
+    """An invariant of Holdfast is broken."""

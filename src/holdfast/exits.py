@@ -1,0 +1,39 @@
+"""Exit codes of ``holdfast run`` and of its workers, one per cause.
+
+The table is the documented contract (README, ``docs/exit-codes.md``); tests compare the document with this file.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit code per cause."""
+
+    OK = 0  # the job ran to its end
+    FAILED = 1  # the training script failed (same exception at the same step twice, or at import)
+    USAGE = 2  # an unknown flag or a bad argument; nothing was started
+    BAD_INPUT = 3  # a typed UserError or StoreError ended the job
+    INTERNAL = 70  # an invariant of Holdfast is broken
+    BUDGET = 74  # more faults than the restart budget allows in its window
+    REQUEUE = 75  # graceful exit, checkpoint sealed: start the same command again to go on (EX_TEMPFAIL)
+    UNSAVED = 76  # asked to exit, but no checkpoint could be sealed before the deadline
+    ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
+    RESTART = 78  # worker only: leaves so that it can be restarted; never seen from outside
+    INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
+
+
+MEANING: dict[Exit, str] = {
+    Exit.OK: "the job ran to its end",
+    Exit.FAILED: "the training script failed",
+    Exit.USAGE: "unknown flag or bad argument; nothing was started",
+    Exit.BAD_INPUT: "bad input or unusable checkpoint; the error names it",
+    Exit.INTERNAL: "an invariant of Holdfast is broken; please report it",
+    Exit.BUDGET: "more faults than the restart budget allows",
+    Exit.REQUEUE: "graceful exit, checkpoint sealed; run the same command to continue",
+    Exit.UNSAVED: "asked to exit, but no checkpoint could be sealed in time",
+    Exit.ORPHANED: "worker lost its launcher and agent, sealed a checkpoint and left",
+    Exit.RESTART: "internal: worker leaves to be restarted",
+    Exit.INTERRUPTED: "stopped at once by the user",
+}
