@@ -1,0 +1,43 @@
+# Everything a contributor runs. Each target makes the virtual environment first when pyproject.toml changed.
+#
+# Torch is installed first, alone, in a plain environment, and at the version the tests are written for. Where the
+# package index would send the CUDA build, ask for the small one:
+#     make drill TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+VENV ?= .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv drill test check matrix soak bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml did not change)
+
+$(STAMP):
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH_ARGS) '$(TORCH)'
+	$(PIP) install --quiet -e '.[dev]'
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+drill: venv  ## a real training job, undisturbed and with injected faults, compared bit for bit (under 5 minutes)
+	$(VENV)/bin/holdfast drill
+
+test: venv  ## the test suite (under 10 minutes on 2 cores)
+	$(VENV)/bin/python -m pytest -m 'not slow'
+
+check: venv  ## lint, format, types, rings
+	VENV=$(VENV) scripts/check
+
+matrix: venv  ## every phase x victim x way to die x layout (long)
+	$(VENV)/bin/python -m pytest -m slow --timeout 1800
+
+clean:  ## remove caches and build outputs (never runs/ or .venv)
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,106 @@
+"""The public surface: its names, and what it costs to reach it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import holdfast
+
+IMPORT_S_MAX = 0.100
+HELP_S_MAX = 0.150
+RUNS = 7
+
+# The public names. Adding one is a decision: add it here, to the README and to the changelog.
+PUBLIC = [
+    "AuthError",
+    "CheckpointInvalid",
+    "CheckpointMismatch",
+    "EmptyLoaderError",
+    "FaultError",
+    "GroupError",
+    "HoldfastError",
+    "InternalError",
+    "NothingToResume",
+    "PeerLost",
+    "ProtocolError",
+    "ScriptError",
+    "StateError",
+    "StepError",
+    "StoreError",
+    "StoreWriteError",
+    "UnsupportedError",
+    "UsageError",
+    "UserError",
+    "__version__",
+    "load",
+    "session",
+]
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter that runs ``code``."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return result.stdout
+
+
+def best_s(code: str) -> float:
+    """Best of several runs of ``code``, which prints seconds: the noise of a busy machine only ever adds."""
+    return min(float(python(code)) for _ in range(RUNS))
+
+
+def test_public_names() -> None:
+    assert sorted(holdfast.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(holdfast))
+
+
+def test_errors_are_public() -> None:
+    from holdfast import errors
+
+    kinds = {
+        n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.HoldfastError)
+    }
+    assert kinds <= set(PUBLIC)
+    for name in kinds:
+        assert getattr(holdfast, name) is getattr(errors, name)
+
+
+def test_unknown_names_are_refused() -> None:
+    assert python("import holdfast\ntry: holdfast.sesion\nexcept AttributeError as e: print(e)").strip()
+
+
+def test_import_is_light() -> None:
+    loaded = set(json.loads(python("import holdfast, json, sys; print(json.dumps(sorted(sys.modules)))")))
+    assert loaded.isdisjoint({"torch", "asyncio", "click", "rich", "numpy", "aiohttp"})
+
+
+def test_import_is_fast() -> None:
+    took_s = best_s("import time; t = time.perf_counter(); import holdfast; print(time.perf_counter() - t)")
+    assert took_s < IMPORT_S_MAX
+
+
+def test_help_loads_only_what_it_needs() -> None:
+    code = (
+        "import json, sys\n"
+        "from holdfast.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('MODULES' + json.dumps(sorted(sys.modules)))"
+    )
+    output, _, listing = python(code).partition("MODULES")
+    assert "run" in output and "drill" in output
+    assert set(json.loads(listing)).isdisjoint({"torch", "asyncio", "numpy", "rich", "msgspec"})
+
+
+def test_help_is_fast() -> None:
+    """Wall time of the whole command, interpreter included."""
+    command = [str(Path(sys.executable).parent / "holdfast"), "--help"]
+    code = (
+        "import subprocess, time; t = time.perf_counter(); "
+        f"subprocess.run({command!r}, check=True, stdout=subprocess.DEVNULL); print(time.perf_counter() - t)"
+    )
+    assert best_s(code) < HELP_S_MAX

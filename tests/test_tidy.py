@@ -1,0 +1,253 @@
+"""The habits of the house, checked instead of reviewed. Every message names the file, the line and the rule."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "holdfast"
+MODULE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+
+# core/ is pure: whatever is not in this list is an effect, a clock, a framework or chance.
+CORE_MAY_IMPORT = {
+    "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "fractions", "functools",
+    "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "struct",
+    "textwrap", "types", "typing", "zlib", "msgspec", "numpy", "holdfast",
+}  # fmt: skip
+
+# A bare quantity hides its unit; "timeout_s" and "size_bytes" do not. None of these may end a name.
+UNITLESS = re.compile(
+    r"(^|_)(timeout|duration|interval|delay|period|deadline|grace|age|size|seconds|sec|secs|ms)$"
+)
+PUBLIC_DOCS = ("core", "store", "session")
+
+
+@cache
+def python_files(*folders: str) -> tuple[Path, ...]:
+    """All Python files below the given folders of the repository, sorted."""
+    return tuple(sorted(p for f in folders for p in (ROOT / f).rglob("*.py") if "__pycache__" not in p.parts))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Syntax tree of a file."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def where(path: Path, node: ast.AST | int = 1) -> str:
+    """``file:line`` as an editor opens it."""
+    line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method, nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def refuse(found: list[str], rule: str) -> None:
+    """Fail with one line per breach."""
+    if found:
+        pytest.fail(f"{rule}:\n  " + "\n  ".join(found), pytrace=False)
+
+
+def test_modules_are_short() -> None:
+    files = python_files("src", "tests", "bench", "scripts")
+    assert files
+    lengths = {path: len(path.read_text().splitlines()) for path in files}
+    found = [f"{where(p)} has {n} lines" for p, n in lengths.items() if n > MODULE_LINES_MAX]
+    refuse(found, f"a module has at most {MODULE_LINES_MAX} lines")
+
+
+def test_functions_are_short() -> None:
+    found = []
+    for path in python_files("src", "tests", "bench", "scripts"):
+        for node in functions(tree_of(path)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                found.append(f"{where(path, node)} {node.name} has {lines} lines")
+    refuse(found, f"a function has at most {FUNCTION_LINES_MAX} lines")
+
+
+def test_core_is_pure() -> None:
+    found = []
+    for path in python_files("src/holdfast/core"):
+        for node in ast.walk(tree_of(path)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{where(path, node)}: relative import"
+                names = [node.module or ""]
+            found += [
+                f"{where(path, node)} imports {name}"
+                for name in names
+                if name.split(".")[0] not in CORE_MAY_IMPORT
+            ]
+    refuse(found, "core/ has no I/O, clock, thread, randomness, logging or framework")
+
+
+def test_public_names_of_the_inner_rings_are_documented() -> None:
+    found = []
+    for folder in PUBLIC_DOCS:
+        for path in python_files(f"src/holdfast/{folder}"):
+            tree = tree_of(path)
+            if tree.body and not ast.get_docstring(tree):
+                found.append(f"{where(path)} module")
+            found += [
+                f"{where(path, node)} {node.name}"
+                for node in public_definitions(tree)
+                if not ast.get_docstring(node)
+            ]
+    refuse(found, "public modules, classes and functions of core, store and session have a docstring")
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Module-level functions, classes and their methods whose names do not start with an underscore."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+            yield node
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name[0] != "_":
+                        yield inner
+
+
+def test_quantities_name_their_unit() -> None:
+    found = []
+    for path in python_files("src"):
+        for node in ast.walk(tree_of(path)):
+            names: list[str] = []
+            if isinstance(node, ast.arguments):
+                names = [a.arg for a in (*node.posonlyargs, *node.args, *node.kwonlyargs)]
+                line = next((a.lineno for a in (*node.posonlyargs, *node.args, *node.kwonlyargs)), 1)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names, line = [node.target.id], node.lineno
+            else:
+                continue
+            found += [
+                f"{where(path, line)} {name}"
+                for name in names
+                if UNITLESS.search(name.lower()) and not name.endswith("world_size")
+            ]
+    refuse(found, "a quantity carries its unit in its name (timeout_s, size_bytes)")
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+    found = []
+    for path in (*python_files("src", "tests", "bench", "scripts"), *markdown_files()):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if marks.search(line):
+                found.append(f"{where(path, number)} {line.strip()[:80]}")
+    refuse(found, "unfinished work belongs into an issue, not into a comment")
+
+
+def test_nothing_is_loaded_by_executing_it() -> None:
+    found = []
+    for path in python_files("src"):
+        for node in ast.walk(tree_of(path)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [
+                f"{where(path, node)} imports {name}"
+                for name in names
+                if name.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+            ]
+    refuse(found, "no pickle: neither on a wire nor in a file that we read")
+
+
+def test_exceptions_are_not_swallowed() -> None:
+    found = []
+    for path in python_files("src"):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+            )
+            silent = all(
+                isinstance(s, ast.Pass)
+                or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                or isinstance(s, ast.Continue)
+                for s in node.body
+            )
+            if broad and silent:
+                found.append(f"{where(path, node)} except without a type and without an effect")
+    refuse(found, "an exception is handled, raised or reported")
+
+
+@cache
+def markdown_files() -> tuple[Path, ...]:
+    """Every tracked or new Markdown file of the repository."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listing.returncode:  # a source archive has no git
+        return tuple(sorted(p for p in ROOT.rglob("*.md") if ".venv" not in p.parts))
+    return tuple(ROOT / line for line in sorted(listing.stdout.splitlines()) if (ROOT / line).exists())
+
+
+def test_links_between_documents_exist() -> None:
+    link = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+    found = []
+    for path in markdown_files():
+        in_code = False
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            in_code ^= line.lstrip().startswith("```")
+            for target in [] if in_code else link.findall(line):
+                if re.match(r"[a-z]+:", target) or target.startswith("#"):
+                    continue
+                if not (path.parent / target.split("#")[0]).exists():
+                    found.append(f"{where(path, number)} -> {target}")
+    refuse(found, "a relative link in a document leads to a file")
+
+
+def test_documents_name_files_that_exist() -> None:
+    named = re.compile(r"`((?:src|tests|docs|bench|scripts|examples)/[\w./-]+\.\w+)`")
+    found = []
+    for path in markdown_files():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found += [f"{where(path, number)} {n}" for n in named.findall(line) if not (ROOT / n).exists()]
+    refuse(found, "a file that a document names exists")
+
+
+def test_no_module_is_unused() -> None:
+    """Each module is imported by another one, named by a dotted string, or is an entry point of pyproject.toml."""
+    texts = {p: p.read_text() for p in python_files("src")}
+    project = (ROOT / "pyproject.toml").read_text()
+    found = []
+    for path in texts:
+        dotted = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        if path.name in {"__init__.py", "__main__.py"} or f'"{dotted}:' in project:
+            continue
+        package, _, name = dotted.rpartition(".")
+        used = re.compile(
+            rf"\b{re.escape(dotted)}\b|from {re.escape(package)} import[^\n]*\b{name}\b"
+            rf"|from {re.escape(package)} import \([^)]*\b{name}\b"
+        )
+        if not any(used.search(text) for other, text in texts.items() if other != path):
+            found.append(f"{where(path)} {dotted}")
+    refuse(found, "a module of src/ that nothing uses is dead")
+
+
+def test_rings_are_checked_for_every_package() -> None:
+    """The layers contract is exhaustive, so a new package cannot escape it; here: the contract really runs."""
+    result = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "3 kept, 0 broken" in result.stdout
