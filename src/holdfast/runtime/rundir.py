@@ -1,0 +1,157 @@
+"""The directory of one run: where each file is, and how private files are written."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import MemberId
+from holdfast.errors import AuthError, UsageError
+
+TOKEN_SIZE_BYTES = 32
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a process of the run listens."""
+
+    host: str
+    port: int
+    pid: int
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace ``path`` by a 0600 file with ``data``, atomically.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class RunDir:
+    """Paths below the directory of one run. Nothing is touched before a method asks for it."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+        self.journal = self.path / "events.jsonl"
+        self.token_file = self.path / "token"
+        self.pages_link = self.path / "pages"
+        self.checkpoints = self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the directory (0700), its token and its private directory for status pages.
+
+        Raises:
+            UsageError: it exists already or cannot be written.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+            write_private(self.token_file, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
+            self.pages()
+        except FileExistsError as error:
+            raise UsageError(
+                f"run directory {self.path} exists already",
+                hint="choose another --run-id, or remove the directory",
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {self.path}: {error.strerror}",
+                hint="choose a writable place with --log-dir",
+            ) from error
+
+    def token(self) -> bytes:
+        """The secret of the run.
+
+        Raises:
+            AuthError: missing, readable by others, or too short.
+        """
+        try:
+            mode = self.token_file.stat().st_mode
+            token = self.token_file.read_bytes().strip()
+        except OSError as error:
+            raise AuthError(f"cannot read the token {self.token_file}: {error.strerror}") from error
+        if stat.S_IMODE(mode) & 0o077:
+            raise AuthError(
+                f"the token {self.token_file} can be read by others (mode {stat.S_IMODE(mode):o})",
+                hint=f"chmod 600 {self.token_file}",
+            )
+        if len(token) < TOKEN_SIZE_BYTES:
+            raise AuthError(f"the token {self.token_file} has only {len(token)} bytes")
+        return token
+
+    def pages(self) -> Path:
+        """The directory of the status pages, made at need: in shared memory, or in the run directory."""
+        if self.pages_link.is_dir():
+            return self.pages_link.resolve()
+        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+            target = Path(tempfile.mkdtemp(prefix="holdfast-", dir=SHARED_MEMORY))
+            self.pages_link.unlink(missing_ok=True)
+            self.pages_link.symlink_to(target)
+            return target
+        self.pages_link.mkdir(mode=0o700)
+        return self.pages_link
+
+    def page_path(self, member_id: MemberId) -> Path:
+        """The status page of one member."""
+        return self.pages() / f"page-{member_id}"
+
+    def remove_pages(self) -> None:
+        """Remove all status pages and their directory."""
+        if not self.pages_link.is_dir():
+            return
+        target = self.pages_link.resolve()
+        for page in target.iterdir():
+            page.unlink(missing_ok=True)
+        target.rmdir()
+        if self.pages_link.is_symlink():
+            self.pages_link.unlink()
+
+    def endpoint_path(self, name: str) -> Path:
+        """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
+        return self.path / f"{name}.json"
+
+    def write_endpoint(self, name: str, host: str, port: int) -> None:
+        """Publish where this process listens."""
+        write_private(self.endpoint_path(name), msgspec.json.encode(Endpoint(host, port, os.getpid())))
+
+    def read_endpoint(self, name: str) -> Endpoint | None:
+        """Where ``name`` listens; None when it never said, or said nonsense."""
+        try:
+            return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def remove_endpoint(self, name: str) -> None:
+        """Withdraw this process's endpoint; a successor's stays."""
+        endpoint = self.read_endpoint(name)
+        if endpoint is not None and endpoint.pid == os.getpid():
+            self.endpoint_path(name).unlink(missing_ok=True)
+
+
+def attempt_dir(log_dir: Path, attempt: int) -> Path:
+    """Directory of the logs of one attempt."""
+    return log_dir / f"attempt-{attempt:03d}"
+
+
+def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
+    """Log (stdout and stderr) of one rank."""
+    return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
+
+
+def error_path(log_dir: Path, attempt: int, rank: int) -> Path:
+    """Error file (torchelastic's JSON form) of one rank."""
+    return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"

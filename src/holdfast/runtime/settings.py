@@ -1,0 +1,75 @@
+"""What a run was asked to do (``run.json``): made by the launcher, read by agent, controller and workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.runtime.rundir import write_private
+
+SETTINGS_FILE = "run.json"
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one run. Times in seconds, paths absolute.
+
+    ``kind`` says how ``target`` is started: ``script`` (path), ``module`` (``python -m``) or ``executable``
+    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` follow torchrun (``0`` none,
+    ``1`` stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``); the log file always receives both streams, the
+    launcher shows what they ask for.
+    """
+
+    run_id: str
+    kind: Literal["script", "module", "executable"] = "script"
+    target: str = ""
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # the command line as typed, for reports
+    created_at: float = 0.0  # Unix time
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0: the agent picks a free one per attempt
+    role: str = "default"
+
+    max_restarts: int = 16
+    restart_window_s: float = 3600.0
+    monitor_interval_s: float = 0.1
+    grace_s: float = 300.0
+    quiesce_s: float = 5.0
+    orphan_s: float = 30.0
+
+    cwd: str = ""  # empty: the agent's
+    python: str = ""  # interpreter of the workers; empty: the agent's
+    env: dict[str, str] = {}  # set in every worker, over the agent's own environment
+    log_dir: str = ""  # where attempt-NNN/ goes; empty: the run directory
+    redirects: str = "0"
+    tee: str = "0"
+    zygote: bool = True  # fork workers from a preloaded process; false: always spawn
+    library: bool = False  # the workers were started by someone else (torchrun, srun, mpirun)
+
+    def save(self, run_dir: Path) -> None:
+        """Write ``run.json`` (0600)."""
+        write_private(run_dir / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+    @staticmethod
+    def load(run_dir: Path) -> RunSettings:
+        """Read ``run.json``.
+
+        Raises:
+            UsageError: missing, or not the settings of a run.
+        """
+        path = run_dir / SETTINGS_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RunSettings)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{run_dir} is no run directory: it has no {SETTINGS_FILE}",
+                hint="holdfast status  (lists the runs)",
+            ) from error
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{path} is damaged: {error}", hint="start the run again") from error
