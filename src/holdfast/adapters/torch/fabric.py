@@ -1,0 +1,381 @@
+"""State that all process groups of one process share: poison, shield, seal, loopback, generation.
+
+Theory. A fault is a fact about the whole process: a rank with one broken group would feed garbage through its healthy
+ones, so the first error poisons every group. What a poisoned group then does depends on where the caller stands. Inside
+a step before its vote (*shield*) every collective completes at once on local data, so that DDP's reducer and FSDP2's
+hooks end in order and the vote says no; anywhere else it raises :class:`~holdfast.errors.PeerLost`. In *loopback* there
+are no peers yet: collectives complete on own data, for rehearsals.
+
+Invariants:
+1. ``poisoned`` is set by the first error, cleared only by :meth:`Fabric.reconfigure`, and read lock-free.
+2. Two inner groups never share a key space: it is named by the generation, and a generation is built at most once.
+3. An inner group that was poisoned is never destroyed: one of its threads may sit in a wait that ends much later.
+4. Nothing here is specific to a process before the first group is made: a zygote may fork after ``install()``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.errors import GroupError, PeerLost, StepError
+
+SLICE = timedelta(milliseconds=50)
+"""Longest time between two looks at the poison flag while a collective is under way."""
+
+QUIESCE_S = 0.5
+REBUILD_TIMEOUT_S = 60.0
+_PENDING_PRUNE = 512
+
+
+class GroupAborted(BaseException):
+    """A call that must return data of a lost peer was made inside a step: the step ends here and is run again.
+
+    Not an ``Exception``: user code that catches broadly must not take it for its own. ``with step`` swallows it.
+    """
+
+
+class Inner(Protocol):
+    """One built group: the C++ process group and the way out of it."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def sever(self) -> None:
+        """Make every collective under way end with an error; idempotent, from any thread, returns at once."""
+
+    def severed(self) -> bool:
+        """False while a severing step (an NCCL abort) is still running."""
+
+    def close(self) -> None:
+        """Orderly end of a healthy group."""
+
+
+class Handle(Protocol):
+    """A process group that user code holds and that survives generations."""
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], int]:
+        """Position in the order in which all ranks rebuild their groups (global ranks, ordinal)."""
+
+    @property
+    def inner(self) -> Inner | None: ...
+
+    def rebuild(self, generation: Generation) -> None:
+        """Replace the inner group by a fresh one of ``generation``. Raises: GroupError."""
+
+    def replaceable(self) -> str:
+        """Empty, or the reason why this group cannot be rebuilt."""
+
+    def build_vote(self, generation: Generation) -> Inner:
+        """A private gloo group over the same ranks. Raises: GroupError."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def is_completed(self) -> bool: ...
+
+    def release(self) -> None:
+        """Free whoever waits for the future of this work."""
+
+
+class Fabric:
+    """All process groups of this process. Use :func:`fabric`; every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.poisoned = False
+        self.reason = ""
+        self.shielded = False
+        self.sealed = False
+        self.looped = False
+        self.calm = True  # none of the above needs attention: the fast path of every collective
+        self.collectives = 0
+        self.generation = NO_GENERATION
+        self._lock = threading.RLock()
+        self._poisonings = 0
+        self._groups: list[Handle] = []
+        self._pending: dict[int, Pending] = {}
+        self._graveyard: list[Inner] = []
+        self._vote: Inner | None = None
+        self._on_poison: list[Callable[[str], None]] = []
+        self._on_collective: Callable[[int], None] | None = None
+        self._local = threading.local()
+
+    # ------------------------------------------------------------------ modes
+
+    def shield(self, on: bool) -> None:
+        """On: inside a step before its vote; broken collectives complete on local data instead of raising."""
+        self.shielded = on
+
+    def seal_updates(self, on: bool) -> None:
+        """On: between vote and block end; any collective of user code raises :class:`StepError`."""
+        with self._lock:
+            self.sealed = on
+            self._refresh()
+
+    def loopback(self) -> None:
+        """From now on collectives complete on own data, until :meth:`reconfigure`."""
+        with self._lock:
+            self.looped = True
+            self._refresh()
+
+    def on_poison(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(reason)`` when a collective of this process breaks first, in the thread that saw it.
+
+        Not called for :meth:`poison`: who calls that knows already.
+        """
+        self._on_poison.append(callback)
+
+    def on_collective(self, callback: Callable[[int], None] | None) -> None:
+        """Call ``callback(count)`` at the start of every collective (for the status page); None removes it."""
+        self._on_collective = callback
+
+    def _refresh(self) -> None:
+        self.calm = not (self.poisoned or self.sealed or self.looped)
+
+    # ------------------------------------------------------------------ poison
+
+    def poison(self, reason: str) -> None:
+        """Break every group of this process: waits end, sockets of gloo are shut, NCCL is aborted in the background.
+
+        Idempotent; returns at once.
+        """
+        with self._lock:
+            self._poisonings += 1
+            if not self.poisoned:
+                self.reason = reason
+                self.poisoned = True
+                self._refresh()
+            inners = self._inners()
+            pending = list(self._pending.values())
+        for inner in inners:
+            inner.sever()
+        for work in pending:
+            work.release()
+
+    def broke(self, what: str, error: BaseException) -> None:
+        """A collective failed in this process: poison it and tell who asked to know, once."""
+        reason = f"{what}: {_first_line(error)}"
+        with self._lock:
+            first = not self.poisoned
+            self.poison(reason)
+        if first:
+            for callback in list(self._on_poison):
+                callback(reason)
+
+    def check(self, what: str) -> bool:
+        """Decide what a collective does when not calm: True = complete on local data.
+
+        Raises: StepError (sealed), PeerLost (poisoned outside a shield), GroupAborted (see :meth:`returning_data`).
+        """
+        if self.sealed:
+            raise StepError(
+                f"{what} between the vote of a step and its end",
+                hint="a second update belongs in `with step.update(name):`, other collectives after the block",
+            )
+        if self.poisoned:
+            self.give_up(what)
+            return True
+        return self.looped
+
+    def give_up(self, what: str) -> None:
+        """Return when a poisoned collective may complete on local data. Raises: PeerLost, GroupAborted."""
+        if not self.shielded:
+            raise PeerLost(
+                f"{what}: a peer is lost ({self.reason})",
+                hint="the job goes on from its last committed state; put evaluation in `with s.section(...)`",
+            )
+        if getattr(self._local, "strict", 0):
+            raise GroupAborted(f"{what}: {self.reason}")
+
+    def returning_data(self, on: bool) -> None:
+        """Mark (counted, per thread) a call whose result depends on the peers' data: poisoned, it aborts the step."""
+        self._local.strict = getattr(self._local, "strict", 0) + (1 if on else -1)
+
+    # ------------------------------------------------------------------ works
+
+    def begin(self, what: str) -> bool:
+        """Count a collective; True = do not communicate, complete on local data. Raises as :meth:`check`."""
+        self.collectives += 1
+        if self._on_collective is not None:
+            self._on_collective(self.collectives)
+        return False if self.calm else self.check(what)
+
+    def track(self, work: Pending) -> None:
+        """Remember a collective until it has ended: nobody may reuse its memory before."""
+        if len(self._pending) >= _PENDING_PRUNE:
+            with self._lock:
+                self._pending = {k: w for k, w in self._pending.items() if not w.is_completed()}
+        self._pending[id(work)] = work
+        if self.poisoned:
+            work.release()
+
+    def forget(self, work: Pending) -> None:
+        """The collective has ended."""
+        self._pending.pop(id(work), None)
+
+    def quiesce(self, timeout_s: float = QUIESCE_S) -> bool:
+        """Wait until no collective of the poisoned generation can still write into memory of this process.
+
+        Call it after a poison and before buffers are restored. A gloo collective that has not ended by then sits in a
+        wait whose sockets are shut: it ends later with an error and writes nothing.
+
+        Returns: False when an NCCL abort did not return: kill and replace this process.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self._lock:
+                works = list(self._pending.values())
+                inners = self._inners()
+            if all(w.is_completed() for w in works) and all(i.severed() for i in inners):
+                return True
+            time.sleep(0.001)
+        return all(i.severed() for i in inners)
+
+    # ------------------------------------------------------------------ groups
+
+    def add(self, group: Handle) -> None:
+        """A group was made."""
+        with self._lock:
+            self._groups.append(group)
+
+    def drop(self, group: Handle) -> None:
+        """A group was destroyed by the user."""
+        with self._lock:
+            if group in self._groups:
+                self._groups.remove(group)
+            if not group.order[0] and self._vote is not None:
+                vote, self._vote = self._vote, None
+                vote.close()
+
+    def _inners(self) -> list[Inner]:
+        built = [g.inner for g in self._groups]
+        return [i for i in (*built, self._vote) if i is not None]
+
+    def _default(self) -> Handle | None:
+        return next((g for g in reversed(self._groups) if not g.order[0]), None)
+
+    def bury(self, inner: Inner) -> None:
+        """Keep a broken inner group alive for ever (invariant 3)."""
+        inner.sever()
+        self._graveyard.append(inner)
+
+    def stopped(self) -> Callable[[], str]:
+        """A predicate that becomes non-empty (the reason) when this process is poisoned from now on."""
+        seen = self._poisonings
+        return lambda: self.reason if self._poisonings != seen else ""
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Give every group fresh connections under ``generation``; clears poison and loopback.
+
+        All ranks of the generation call it. The same generation again, unpoisoned, only leaves loopback.
+
+        Raises: GroupError when the process has no control plane, a group cannot be rebuilt, the generation does not
+            grow, or another fault arrives meanwhile (the process stays poisoned; call it again with the next one).
+        """
+        with self._lock:
+            groups = sorted(self._groups, key=lambda g: g.order)
+            whole = all(g.inner is not None for g in groups)
+            if generation == self.generation and not self.poisoned and whole:
+                self.looped = False
+                self._refresh()
+                return
+            if generation < self.generation or (generation == self.generation and whole):
+                raise GroupError(f"groups of generation {generation} exist already; now {self.generation}")
+            seen = self._poisonings
+        for group in groups:
+            if reason := group.replaceable():
+                raise GroupError(f"the process groups cannot be rebuilt in place: {reason}")
+        if not self.quiesce():
+            raise GroupError("an NCCL abort did not return", hint="this process must be replaced")
+        with self._lock:
+            self.generation = generation
+            vote, self._vote = self._vote, None
+        if vote is not None:
+            self.bury(vote)
+        for group in groups:
+            group.rebuild(generation)
+        with self._lock:
+            if self._poisonings != seen:
+                raise GroupError(f"another fault while the groups were rebuilt: {self.reason}")
+            self._pending.clear()
+            self.poisoned = False
+            self.reason = ""
+            self.looped = False
+            self._refresh()
+
+    # ------------------------------------------------------------------ vote
+
+    def vote_group(self) -> dist.ProcessGroup:
+        """Private gloo group over all ranks, made at first use by all of them. Raises: GroupError."""
+        with self._lock:
+            default = self._default()
+            vote = self._vote
+        if vote is None:
+            if default is None:
+                raise GroupError("no default process group", hint="call torch.distributed.init_process_group first")
+            vote = default.build_vote(self.generation)
+            with self._lock:
+                self._vote = vote
+            if self.poisoned:
+                vote.sever()
+        return vote.group
+
+    def reduce_vote(self, vector: list[int]) -> list[int]:
+        """Sum ``vector`` (int64) over all ranks.
+
+        Returns: the sums; the vector itself when there is one process and no default group.
+
+        Raises: PeerLost when broken, poisoned (before or meanwhile: then the outcome is in doubt) or in loopback.
+        """
+        self._refuse_vote()
+        if self._default() is None:
+            return list(vector)
+        votes = torch.tensor(vector, dtype=torch.int64)
+        try:
+            work = self.vote_group().allreduce([votes], dist.AllreduceOptions())
+            while not _ended(work):
+                self._refuse_vote()
+        except RuntimeError as error:
+            self.broke("vote", error)
+            raise PeerLost(f"the vote broke: {_first_line(error)}") from error
+        self._refuse_vote()
+        return [int(x) for x in votes.tolist()]
+
+    def _refuse_vote(self) -> None:
+        if self.poisoned:
+            raise PeerLost(f"no vote: {self.reason}")
+        if self.looped:
+            raise PeerLost("no vote: this process rehearses in loopback")
+
+
+def _ended(work: dist.Work) -> bool:
+    """Wait one slice. True = ended well; raises what the collective raised."""
+    try:
+        work.wait(SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # ended between the slice and now, or with an error of its own: this tells which
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+_FABRIC = Fabric()
+
+
+def fabric() -> Fabric:
+    """The one instance of this process."""
+    return _FABRIC
