@@ -1,0 +1,232 @@
+"""The event log of a run (``events.jsonl``): what status, report, dashboard and a restarted controller read.
+
+One JSON object per line::
+
+    {"v":1,"seq":12,"t_wall":...,"t_mono":...,"who":"controller","kind":"fence","data":{...},"crc":"<16 hex>"}
+
+``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
+the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is taken from the file, not from
+memory. Appending first cuts off the torn line of a writer that died.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.errors import ProtocolError
+
+SCHEMA_VERSION = 1
+LINE_SIZE_BYTES_MAX = 1024 * 1024
+_CRC_FIELD = b',"crc":"'
+_CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
+_TAIL_SIZE_BYTES = 64 * 1024
+
+Value = str | int | float | bool | None | list[int] | list[str]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of the log."""
+
+    v: int
+    seq: int
+    t_wall: float
+    t_mono: float
+    who: str
+    kind: str
+    data: dict[str, Any]
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What a log holds.
+
+    ``size_bytes`` ends at the last complete line. ``torn_bytes`` follow it without a line end (a writer died, or
+    writes right now). ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are
+    left out of ``events``.
+    """
+
+    events: list[Event]
+    size_bytes: int
+    torn_bytes: int
+    damaged: list[int]
+
+    @property
+    def torn(self) -> bool:
+        """The last line is incomplete."""
+        return self.torn_bytes > 0
+
+
+def encode_line(event: Event) -> bytes:
+    """One event as a line, checksum and line end included."""
+    body = msgspec.json.encode(event)[:-1]
+    return body + _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}\n'
+
+
+def decode_line(line: bytes) -> Event:
+    """Inverse of :func:`encode_line` (without the line end).
+
+    Raises:
+        ProtocolError: the checksum is wrong, or it is no event of this schema.
+    """
+    body, tail = line[:-_CRC_SIZE_BYTES], line[-_CRC_SIZE_BYTES:]
+    if tail != _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}':
+        raise ProtocolError("the checksum of a line of the event log is wrong")
+    try:
+        event = msgspec.json.decode(body + b"}", type=Event)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a line of the event log has a wrong form: {error}") from error
+    if event.v != SCHEMA_VERSION:
+        raise ProtocolError(f"the event log has schema version {event.v}, not {SCHEMA_VERSION}")
+    return event
+
+
+def read(path: Path) -> Reading:
+    """All events up to the last complete line; an absent file is an empty log."""
+    follower = Follower(path)
+    events = follower.poll()
+    size_bytes = path.stat().st_size if path.exists() else 0
+    return Reading(events, follower.offset, max(0, size_bytes - follower.offset), follower.damaged)
+
+
+class Follower:
+    """Reads a log that grows.
+
+    Args:
+        path: the log; it may not exist yet.
+        offset: where to begin, at a line's start.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.damaged: list[int] = []
+        self._line = 0
+
+    def poll(self) -> list[Event]:
+        """Events of the lines that were completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        self.offset += len(data)
+        events = []
+        for line in data.splitlines():
+            self._line += 1
+            try:
+                events.append(decode_line(line))
+            except ProtocolError:
+                self.damaged.append(self._line)
+        return events
+
+
+def follow(path: Path, *, stop: Callable[[], bool], offset: int = 0, poll_s: float = 0.05) -> Iterator[Event]:
+    """Events as they are appended, until ``stop()`` says so (what is there by then still comes)."""
+    follower = Follower(path, offset)
+    while True:
+        last = stop()
+        yield from follower.poll()
+        if last:
+            return
+        time.sleep(poll_s)
+
+
+class Journal:
+    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each.
+
+    ``repaired_bytes`` counts what was cut off because its writer died.
+    """
+
+    def __init__(self, path: Path, who: str, fd: int) -> None:
+        self.path = path
+        self.who = who
+        self.repaired_bytes = 0
+        self._fd = fd
+        self._end = -1  # offset up to which ``_seq`` is known
+        self._seq = 0
+
+    @staticmethod
+    def open(path: Path, who: str) -> Journal:
+        """Open or make the log (0600).
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        return Journal(path, who, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def append(self, kind: str, data: Mapping[str, Value], *, durable: bool = False) -> Event:
+        """Write one event; with ``durable`` it is on the disk before this returns.
+
+        Raises:
+            OSError: the disk is full or gone; nothing half-written stays.
+            ProtocolError: the event is longer than ``LINE_SIZE_BYTES_MAX``.
+        """
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            self._catch_up()
+            event = Event(
+                SCHEMA_VERSION, self._seq + 1, time.time(), time.monotonic(), self.who, kind, dict(data)
+            )
+            line = encode_line(event)
+            if len(line) > LINE_SIZE_BYTES_MAX:
+                raise ProtocolError(f"an event {kind!r} of {len(line)} bytes is too long for the event log")
+            self._write(line)
+            self._end += len(line)
+            self._seq = event.seq
+            if durable:
+                os.fdatasync(self._fd)
+            return event
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = os.write(self._fd, line)
+            if written != len(line):
+                raise OSError(
+                    28, f"only {written} of {len(line)} bytes of an event were written", str(self.path)
+                )
+        except OSError:
+            os.ftruncate(self._fd, self._end)
+            raise
+
+    def _catch_up(self) -> None:
+        """Learn what others appended: the last number, and whether the last line is whole."""
+        size_bytes = os.fstat(self._fd).st_size
+        if size_bytes == self._end:
+            return
+        back_bytes = _TAIL_SIZE_BYTES
+        while True:
+            start = max(0, size_bytes - back_bytes)
+            tail = os.pread(self._fd, size_bytes - start, start)
+            whole = tail.rfind(b"\n") + 1
+            if start == 0 or _last_seq(tail[:whole]) is not None:
+                break
+            back_bytes *= 4
+        if whole < len(tail):
+            self.repaired_bytes += len(tail) - whole
+            os.ftruncate(self._fd, start + whole)
+        self._end = start + whole
+        self._seq = _last_seq(tail[:whole]) or 0
+
+
+def _last_seq(data: bytes) -> int | None:
+    for line in reversed(data.splitlines()):
+        try:
+            return decode_line(line).seq
+        except ProtocolError:
+            continue
+    return None

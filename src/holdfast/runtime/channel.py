@@ -1,0 +1,242 @@
+"""Sockets that carry :class:`holdfast.wire.Link`: an asyncio server and client, and a blocking client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from holdfast.errors import ProtocolError
+from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
+
+HANDSHAKE_TIMEOUT_S = 10.0
+USER_TIMEOUT_MS = 10_000
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
+RECEIVE_SIZE_BYTES = 256 * 1024
+BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
+
+M = TypeVar("M")
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay; a dead or unreachable peer is noticed within about ten seconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+
+
+class Hub(Generic[M]):
+    """What all channels of one asyncio process share: token, codec, callbacks, counters.
+
+    Callbacks run in the event loop, in order. ``on_close`` comes once for each channel that was opened.
+    """
+
+    def __init__(
+        self,
+        codec: Codec[M],
+        token: bytes,
+        *,
+        on_open: Callable[[Channel[M]], None],
+        on_message: Callable[[Channel[M], M], None],
+        on_close: Callable[[Channel[M]], None],
+    ) -> None:
+        self.codec = codec
+        self.token = token
+        self.on_open = on_open
+        self.on_message = on_message
+        self.on_close = on_close
+        self.refused: Counter[str] = Counter()
+        self.channels: set[Channel[M]] = set()
+
+    async def listen(self, host: str = "127.0.0.1") -> tuple[asyncio.Server, int]:
+        """Serve on an ephemeral port; returns the server and the port."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Channel(self, role=None), host, 0)
+        return server, int(server.sockets[0].getsockname()[1])
+
+    async def connect(self, host: str, port: int, role: str) -> Channel[M]:
+        """Connect and wait for the handshake.
+
+        Raises:
+            OSError: nobody listens there.
+            AuthError: the handshake failed.
+            TimeoutError: the server did not finish the handshake.
+        """
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: Channel(self, role=role), host, port)
+        await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
+        return channel
+
+
+class Channel(asyncio.Protocol, Generic[M]):
+    """One asyncio connection. ``peer_role`` is what an authenticated client said it is."""
+
+    def __init__(self, hub: Hub[M], role: str | None) -> None:
+        self.hub = hub
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._role = role
+        self._link = Link(hub.codec, hub.token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=hub.refused)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def peer_role(self) -> str:
+        """Role of the client at the other end; empty on a client's side."""
+        return self._link.peer_role
+
+    def send(self, message: M) -> bool:
+        """Queue a message; False when the connection is gone. A peer that never reads is cut off.
+
+        Raises:
+            ProtocolError: the message is too long.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing() or not self._link.open:
+            return False
+        self._link.send(message)
+        transport.write(self._link.take_output())
+        if transport.get_write_buffer_size() > BACKLOG_SIZE_BYTES_MAX:
+            self.hub.refused["backlog"] += 1
+            transport.abort()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close after what is queued is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio calls these
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        tune(transport.get_extra_info("socket"))
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self._too_slow)
+        transport.write(self._link.take_output())
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        was_open = self._link.open
+        try:
+            messages = self._link.receive(data)
+        except ProtocolError as error:
+            self._transport.write(self._link.take_output())
+            self._transport.close()
+            self._fail(error)
+            return
+        self._transport.write(self._link.take_output())
+        if self._link.open and not was_open:
+            self._opened()
+        for message in messages:
+            self.hub.on_message(self, message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._transport = None
+        self._fail(ConnectionResetError("the connection closed during the handshake"))
+        if self in self.hub.channels:
+            self.hub.channels.discard(self)
+            self.hub.on_close(self)
+
+    def _opened(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.hub.channels.add(self)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        self.hub.on_open(self)
+
+    def _too_slow(self) -> None:
+        self.hub.refused["slow greeting"] += 1
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: Exception) -> None:
+        # Only a client's connect() waits for ``ready``; an unread exception there would be a warning.
+        if self._role is not None and not self.ready.done():
+            self.ready.set_exception(error)
+
+
+class BlockingChannel(Generic[M]):
+    """A blocking client connection, for one thread. Make it with :meth:`connect`."""
+
+    def __init__(self, sock: socket.socket, link: Link[M]) -> None:
+        self._sock = sock
+        self._link = link
+        self._inbox: list[M] = []
+
+    @staticmethod
+    def connect(
+        codec: Codec[M], host: str, port: int, token: bytes, role: str, *, timeout_s: float = 5.0
+    ) -> BlockingChannel[M]:
+        """Connect and shake hands.
+
+        Raises:
+            OSError: nobody listens, or the peer is too slow (``TimeoutError``).
+            AuthError, ProtocolError: the handshake failed.
+        """
+        sock = socket.create_connection((host, port), timeout=timeout_s)
+        try:
+            tune(sock)
+            link = Link(codec, token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=Counter())
+            channel = BlockingChannel(sock, link)
+            deadline = time.monotonic() + timeout_s
+            while not link.open:
+                channel._pump(deadline)
+            return channel
+        except BaseException:
+            sock.close()
+            raise
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._sock.fileno()
+
+    def send(self, message: M) -> None:
+        """Send now.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        self._link.send(message)
+        self._sock.settimeout(None)
+        self._sock.sendall(self._link.take_output())
+
+    def receive(self, timeout_s: float | None = None) -> M:
+        """The next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            ConnectionError: the peer closed.
+            ProtocolError: the peer sent nonsense.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._inbox:
+            self._pump(deadline)
+        return self._inbox.pop(0)
+
+    def close(self) -> None:
+        """Close now."""
+        self._sock.close()
+
+    def _pump(self, deadline: float | None) -> None:
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError("no answer in time")
+        self._sock.settimeout(left_s)
+        data = self._sock.recv(RECEIVE_SIZE_BYTES)
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        self._inbox += self._link.receive(data)
+        if output := self._link.take_output():
+            self._sock.sendall(output)

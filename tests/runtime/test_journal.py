@@ -1,0 +1,142 @@
+"""The event log: order, torn tails, damage, several writers, a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+from holdfast.errors import ProtocolError
+from holdfast.journal import Journal
+
+
+def test_append_read_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert journal.read(path).events == []
+    log = Journal.open(path, "controller")
+    log.append("run", {"nproc": 4, "name": "a\nb", "ok": True, "ranks": [1, 2]})
+    log.append("fence", {"n": 2}, durable=True)
+    log.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    reading = journal.read(path)
+    assert [(event.seq, event.kind, event.who) for event in reading.events] == [
+        (1, "run", "controller"),
+        (2, "fence", "controller"),
+    ]
+    assert reading.events[0].data == {"nproc": 4, "name": "a\nb", "ok": True, "ranks": [1, 2]}
+    assert not reading.torn and reading.size_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_torn_tail_is_told_and_cut_by_the_next_writer(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "events.jsonl"
+    log = Journal.open(path, "a")
+    for number in range(3):
+        log.append("tick", {"number": number})
+    log.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - cut)
+    reading = journal.read(path)
+    assert reading.torn and [event.seq for event in reading.events] == [1, 2]
+    successor = Journal.open(path, "b")
+    successor.append("tick", {"number": 9})
+    assert successor.repaired_bytes == reading.torn_bytes
+    successor.close()
+    assert [(event.seq, event.who) for event in journal.read(path).events] == [(1, "a"), (2, "a"), (3, "b")]
+
+
+def test_a_flipped_bit_hides_only_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = Journal.open(path, "a")
+    for number in range(3):
+        log.append("tick", {"number": number})
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"number":1')] ^= 1
+    path.write_bytes(data)
+    log.close()
+    reading = journal.read(path)
+    assert [event.seq for event in reading.events] == [1, 3] and reading.damaged == [2]
+
+
+def test_a_foreign_schema_or_a_changed_line_is_refused() -> None:
+    event = journal.Event(99, 1, 0.0, 0.0, "a", "k", {})
+    with pytest.raises(ProtocolError, match="version 99"):
+        journal.decode_line(journal.encode_line(event).rstrip())
+    with pytest.raises(ProtocolError, match="checksum"):
+        journal.decode_line(b"{}")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from holdfast.journal import Journal
+log = Journal.open(Path(sys.argv[1]), sys.argv[2])
+for number in range(int(sys.argv[3])):
+    log.append("tick", {"number": number, "text": "x" * 200})
+"""
+
+
+@pytest.mark.processes
+def test_writers_side_by_side_share_one_numbering(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, "200"]) for name in ("a", "b", "c")
+    ]
+    assert [writer.wait(30) for writer in writers] == [0, 0, 0]
+    events = journal.read(path).events
+    assert [event.seq for event in events] == list(range(1, 601))
+    assert [e.data["number"] for e in events if e.who == "b"] == list(range(200))
+
+
+@pytest.mark.processes
+def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "a", "1000000"]) as writer:
+        deadline = time.monotonic() + 20
+        while (not path.exists() or path.stat().st_size < 20_000) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(writer.pid, signal.SIGKILL)
+    log = Journal.open(path, "b")
+    last = log.append("end", {}).seq
+    log.close()
+    reading = journal.read(path)
+    assert not reading.torn and not reading.damaged
+    assert [event.seq for event in reading.events] == list(range(1, last + 1))
+
+
+def test_a_full_disk_raises_and_leaves_no_half_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = Journal.open(path, "a")
+    log.append("tick", {"text": "x" * 100})
+    size_bytes = path.stat().st_size
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes + 50, old[1]))
+        with pytest.raises(OSError, match=r"were written|File too large"):
+            log.append("tick", {"text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == size_bytes
+    assert log.append("tick", {}).seq == 2
+    with pytest.raises(ProtocolError, match="too long"):
+        log.append("tick", {"text": "x" * journal.LINE_SIZE_BYTES_MAX})
+    log.close()
+    assert [event.seq for event in journal.read(path).events] == [1, 2]
+
+
+@pytest.mark.processes
+def test_follow_yields_what_another_process_appends(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "a", "50"]) as writer:
+        seen = [event.seq for event in journal.follow(path, stop=lambda: writer.poll() is not None)]
+    assert seen == list(range(1, 51))
