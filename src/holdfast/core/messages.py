@@ -379,6 +379,10 @@ class ControllerGone(Message, frozen=True):
     """The connection to the controller closed (event for an agent)."""
 
 
+class ControllerHere(Message, frozen=True):
+    """The connection to the (first or restarted) controller is up (event for an agent): it says hello."""
+
+
 class LauncherGone(Message, frozen=True):
     """The launcher died (event for an agent)."""
 
@@ -391,7 +395,9 @@ class Command(Message, frozen=True):
 
 
 class Send(Command, frozen=True):
-    """Send ``message`` to ``to``: ``agent:<node>``, ``member:<id>``, ``controller`` or ``launcher``."""
+    """Send ``message`` to ``to``: ``agent:<node>``, ``member:<id>``, ``controller``, ``launcher``, or ``shell``: the
+    own process carries it out (an agent starts the workers of a StartMembers, signals the one of a KillMember).
+    """
 
     to: str
     message: Message
@@ -415,6 +421,10 @@ class Record(Command, frozen=True):
 
     kind: str
     data: dict[str, str | int | float | bool | None | list[int] | list[str]]
+
+
+class RestartController(Command, frozen=True):
+    """Agent: the controller is gone, start the one of the next term."""
 
 
 class Finish(Command, frozen=True):
