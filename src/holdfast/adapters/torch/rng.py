@@ -42,7 +42,7 @@ def seed_all(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
     # torch.manual_seed looks at every device type on each call: 100 us against 1 us of the line above.
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
 
 
@@ -60,7 +60,7 @@ def reseed_generators(generators: Iterable[tuple[str, Generator]], seed: int, ra
         elif isinstance(generator, random.Random):
             generator.seed(value)
         else:
-            fresh = type(generator.bit_generator)(value)  # type: ignore[call-arg]
+            fresh = type(generator.bit_generator)(value)
             generator.bit_generator.state = fresh.state
 
 
