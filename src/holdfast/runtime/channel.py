@@ -15,6 +15,7 @@ from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
 HANDSHAKE_TIMEOUT_S = 10.0
 USER_TIMEOUT_MS = 10_000
+SEND_TIMEOUT_S = 10.0
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
 RECEIVE_SIZE_BYTES = 256 * 1024
 BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
@@ -206,11 +207,22 @@ class BlockingChannel(Generic[M]):
         """Send now.
 
         Raises:
-            OSError: the connection is gone.
+            OSError: the connection is gone, or the peer has not read for ``SEND_TIMEOUT_S``.
         """
         self._link.send(message)
-        self._sock.settimeout(None)
+        self._sock.settimeout(SEND_TIMEOUT_S)
         self._sock.sendall(self._link.take_output())
+
+    def drain(self) -> list[M]:
+        """Messages completed by what is there to read now; select said that there is something.
+
+        Raises:
+            ConnectionError: the peer closed.
+            ProtocolError: the peer sent nonsense.
+        """
+        self._pump(time.monotonic() + SEND_TIMEOUT_S)
+        messages, self._inbox = self._inbox, []
+        return messages
 
     def receive(self, timeout_s: float | None = None) -> M:
         """The next message.

@@ -142,16 +142,16 @@ class RunDir:
             self.endpoint_path(name).unlink(missing_ok=True)
 
 
-def attempt_dir(log_dir: Path, attempt: int) -> Path:
+def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
     """Directory of the logs of one attempt."""
-    return log_dir / f"attempt-{attempt:03d}"
+    return Path(log_dir) / f"attempt-{attempt:03d}"
 
 
-def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
+def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     """Log (stdout and stderr) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
 
 
-def error_path(log_dir: Path, attempt: int, rank: int) -> Path:
+def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     """Error file (torchelastic's JSON form) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"

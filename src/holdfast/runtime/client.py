@@ -1,0 +1,403 @@
+"""A worker's line to the agent of its node: one daemon thread with stdlib sockets.
+
+The thread works while the main thread sits in C++ (every collective releases the GIL), so a fence always
+arrives. When the agent dies, the thread reads the endpoint file until a successor answers; what was queued
+meanwhile is sent then, and the last message of each kind in ``_REPEATED`` is sent again, because the dead agent may
+not have passed it on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import select
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar, cast
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import (
+    FaultSeen,
+    Fence,
+    Finished,
+    KvReply,
+    KvRequest,
+    LayoutPublished,
+    Leave,
+    Message,
+    RankState,
+    Resume,
+    SaveReported,
+    SessionOpened,
+    Settled,
+    StepReached,
+    WireMessage,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.core.page import Word
+from holdfast.errors import InternalError, ProtocolError
+from holdfast.exits import Exit
+from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire import MESSAGES
+
+QUEUE_LENGTH_MAX = 10_000
+RETRY_S = 0.05
+CLOSE_TIMEOUT_S = 2.0
+KV_SLACK_S = 5.0
+_REPEATED = (SessionOpened, LayoutPublished, FaultSeen, Settled, SaveReported, StepReached, Finished)
+
+KvOp = Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
+M = TypeVar("M", bound=Message)
+
+
+class _Request:
+    """A key-value request on its way."""
+
+    def __init__(self, message: KvRequest) -> None:
+        self.message = message
+        self.sent = False
+        self.done = threading.Event()
+        self.reply = KvReply(request_id=message.request_id, ok=False, error="timeout")
+
+
+def _starting() -> tuple[RankState, int]:
+    return "starting", 0
+
+
+class Client:
+    """One process life's connection to its agent. ``start`` begins, ``close`` sends what is queued and ends.
+
+    ``hello`` gives state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the process
+    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`Resume`.
+    """
+
+    _current: Client | None = None
+
+    def __init__(
+        self,
+        *,
+        member_id: MemberId,
+        generation: Generation,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        page: Page,
+        run_dir: Path | None,
+        resume: str = "",
+        orphan_s: float = 30.0,
+    ) -> None:
+        self.member_id = member_id
+        self.generation = generation
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.page = page
+        self.run_dir = run_dir
+        self.resume = resume
+        self.orphan_s = orphan_s
+        self.hello: Callable[[], tuple[RankState, int]] = _starting
+        self.on_fence_default: Callable[[str], None] | None = None
+        self.fenced = False
+        self.connected = False
+        self.refused_stale = 0
+        self._newest = generation
+        self._handlers: dict[type[Message], Callable[[Message], None]] = {}
+        self._orphan_handlers: list[Callable[[], None]] = []
+        self._outbox: deque[Message] = deque()
+        self._repeated: dict[type[Message], Message] = {}
+        self._requests: dict[int, _Request] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._channel: BlockingChannel[WireMessage] | None = None
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._guard(self._run), name="holdfast-client", daemon=True)
+        self._task_thread = threading.Thread(
+            target=self._guard(self._work), name="holdfast-task", daemon=True
+        )
+        self.on(Fence, self._fence)
+        self.on(Leave, self._leave)
+
+    @staticmethod
+    def current() -> Client | None:
+        """The client of this process, if a launcher started it."""
+        return Client._current
+
+    def start(self) -> None:
+        """Start both threads and become :meth:`current`."""
+        if self.run_dir is None:
+            raise InternalError("a client without a run directory cannot start")
+        Client._current = self
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread.start()
+        self._task_thread.start()
+
+    def close(self) -> None:
+        """Send what is queued (bounded by ``CLOSE_TIMEOUT_S``) and end both threads."""
+        self._closing = True
+        self._tasks.put(None)
+        self._wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S + 1.0)
+        if Client._current is self:
+            Client._current = None
+
+    def send(self, message: Message) -> None:
+        """Queue a message; callable from any thread and from signal handlers.
+
+        Raises:
+            ProtocolError: the agent has been away for so long that the queue is full.
+        """
+        if len(self._outbox) >= QUEUE_LENGTH_MAX:
+            raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
+        self._outbox.append(message)
+        self._wake()
+
+    def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
+        """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""
+        self._handlers[kind] = cast(Callable[[Message], None], handler)
+
+    def run_task(self, name: str, fn: Callable[[], None]) -> None:
+        """Run ``fn`` after the tasks before it, in the task thread."""
+        self._tasks.put((name, fn))
+
+    def on_orphaned(self, handler: Callable[[], None]) -> None:
+        """Call ``handler`` when no agent answered for ``orphan_s``. Without one the process exits ``ORPHANED``."""
+        self._orphan_handlers.append(handler)
+
+    def kv(
+        self,
+        op: KvOp,
+        keys: tuple[str, ...] = (),
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+        timeout_s: float = 300.0,
+    ) -> KvReply:
+        """One operation on the agent's key-value store (see ``runtime/kv.py``); blocks.
+
+        ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, or ``fenced``: a new generation began, so
+        whatever this belonged to is over.
+        """
+        if threading.current_thread() is self._thread:
+            raise InternalError("kv() would wait for itself in the client thread")
+        number = next(self._numbers)
+        message = KvRequest(
+            request_id=number,
+            op=op,
+            keys=keys,
+            value=value,
+            expected=expected,
+            amount=amount,
+            timeout_s=timeout_s,
+        )
+        request = self._requests[number] = _Request(message)
+        self._wake()
+        request.done.wait(timeout_s + KV_SLACK_S)
+        self._requests.pop(number, None)
+        return request.reply
+
+    # ------------------------------------------------------------ client thread
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"x")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
+        """An exception in one of our threads ends the process loudly: a deaf worker could hang the job."""
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                traceback.print_exc()
+                self._crash(error)
+
+        return run
+
+    def _crash(self, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        state, step = self.hello()
+        failed = WorkerFailed(
+            member_id=self.member_id,
+            generation=self.generation,
+            step=step,
+            kind=type(error).__name__,
+            what=f"in a thread of holdfast ({state}): {text}"[:1000],
+            traceback=traceback.format_exc()[-8000:],
+            digest=text[:200],
+        )
+        if self._channel is not None:
+            try:
+                self._channel.send(failed)
+            except OSError:
+                sys.stderr.write("holdfast: the agent is gone, it cannot be told\n")
+        leave_process(Exit.INTERNAL)
+
+    def _run(self) -> None:
+        away_since = time.monotonic()
+        told = False
+        while True:
+            channel = self._connect()
+            if channel is not None:
+                told = False
+                self._serve(channel)
+                away_since = time.monotonic()
+            elif not told and time.monotonic() - away_since > self.orphan_s:
+                told = True
+                self._orphaned()
+            if self._closing and (not self._outbox or time.monotonic() - away_since > CLOSE_TIMEOUT_S):
+                return
+            if channel is None:
+                time.sleep(RETRY_S)
+
+    def _connect(self) -> BlockingChannel[WireMessage] | None:
+        assert self.run_dir is not None
+        run = RunDir(self.run_dir)
+        endpoint = run.read_endpoint("agent")
+        if endpoint is None:
+            return None
+        try:
+            return BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, run.token(), "worker")
+        except (OSError, ProtocolError):
+            return None  # a successor may be about to publish another endpoint; bounded by orphan_s
+
+    def _serve(self, channel: BlockingChannel[WireMessage]) -> None:
+        """Talk until the connection breaks or ``close`` has nothing left to send."""
+        self._channel = channel
+        for request in list(self._requests.values()):
+            request.sent = False
+        state, step = self.hello()
+        hello = WorkerHello(
+            member_id=self.member_id,
+            generation=self.generation,
+            rank=self.rank,
+            pid=os.getpid(),
+            state=state,
+            step=step,
+        )
+        poller = select.poll()
+        poller.register(channel, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        try:
+            for message in (hello, *self._repeated.values()):
+                channel.send(cast(WireMessage, message))
+            self.connected = True
+            while True:
+                self._flush(channel)
+                if self._closing:
+                    return
+                for fd, _ in poller.poll():
+                    if fd == self._wake_read:
+                        self._drain_wakes()
+                    else:
+                        for message in channel.drain():
+                            self._dispatch(message)
+        except (OSError, ProtocolError):
+            return  # the agent is gone or talks nonsense: connect again
+        finally:
+            self.connected = False
+            self._channel = None
+            channel.close()
+
+    def _drain_wakes(self) -> None:
+        try:
+            while os.read(self._wake_read, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _flush(self, channel: BlockingChannel[WireMessage]) -> None:
+        while self._outbox:
+            message = self._outbox[0]
+            if isinstance(message, _REPEATED):
+                self._repeated[type(message)] = message
+            channel.send(cast(WireMessage, message))
+            self._outbox.popleft()
+        for request in list(self._requests.values()):
+            if not request.sent:
+                request.sent = True
+                channel.send(request.message)
+
+    def _dispatch(self, message: Message) -> None:
+        if isinstance(message, KvReply):
+            request = self._requests.pop(message.request_id, None)
+            if request is not None:
+                request.reply = message
+                request.done.set()
+            return
+        generation = getattr(message, "generation", None)
+        if isinstance(generation, Generation):
+            if generation < self._newest:
+                self.refused_stale += 1
+                return
+            self._newest = generation
+        if isinstance(message, Fence):
+            self.fenced = True
+            self._fail_requests("fenced")
+        elif isinstance(message, Resume):
+            self.fenced = False
+            self.generation = message.generation
+            self.page[Word.GENERATION] = message.generation.pack()
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(message)
+
+    def _fail_requests(self, error: str) -> None:
+        for number, request in list(self._requests.items()):
+            self._requests.pop(number, None)
+            request.reply = KvReply(request_id=number, ok=False, error=error)
+            request.done.set()
+
+    def _orphaned(self) -> None:
+        if not self._orphan_handlers:
+            sys.stderr.write(f"holdfast: no agent for {self.orphan_s:g} s, this worker leaves\n")
+            leave_process(Exit.ORPHANED)
+        for handler in self._orphan_handlers:
+            handler()
+
+    def _fence(self, fence: Fence) -> None:
+        if self.on_fence_default is not None:
+            self.on_fence_default(fence.reason)
+        state, step = self.hello()
+        settled = Settled(member_id=self.member_id, generation=fence.generation, state=state, step=step)
+        self.send(settled)
+
+    def _leave(self, leave: Leave) -> None:
+        leave_process(leave.code)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task[1]()
+
+    def _forget(self) -> None:
+        """In a forked child (a data loader's): the line is the parent's; do not keep its socket open."""
+        if Client._current is self:
+            Client._current = None
+            if self._channel is not None:
+                self._channel.close()
+
+
+def leave_process(code: int) -> None:
+    """Flush the standard streams (bounded: the main thread may hold their locks) and exit at once."""
+    flusher = threading.Thread(target=_flush_streams, daemon=True)
+    flusher.start()
+    flusher.join(1.0)
+    os._exit(code)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()

@@ -1,0 +1,93 @@
+"""Runs any pure machine inside an asyncio process: feeds events, keeps timers, journals before it acts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.core.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
+from holdfast.journal import Journal
+
+
+class Machine(Protocol):
+    """What every machine of ``core/`` offers."""
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        """Take one event in; return the effects, in order."""
+        ...
+
+
+class Driver:
+    """One machine and its surroundings.
+
+    All records of an event are in the log (and on the disk, if the event has other effects too) before its first
+    effect happens. ``failure`` ends with the exception of a machine or executor that broke; the daemon awaits it.
+
+    Args:
+        machine: the machine.
+        journal: where its records go.
+        execute: carries out every command that is neither record nor timer; it may call :meth:`post`.
+    """
+
+    def __init__(self, machine: Machine, journal: Journal, execute: Callable[[Command], None]) -> None:
+        self.machine = machine
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._journal = journal
+        self._execute = execute
+        self._events: deque[Message] = deque()
+        self._busy = False
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def post(self, event: Message) -> None:
+        """Handle ``event``, after those that are being handled. Nothing happens once the driver failed or closed."""
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events and not self.failure.done():
+                self._step(self._events.popleft())
+        except Exception as error:  # whatever broke: the daemon must end with it, not go on half-alive
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            self.close()
+        finally:
+            self._busy = False
+
+    def close(self) -> None:
+        """Forget all timers and events."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._events.clear()
+
+    def _step(self, event: Message) -> None:
+        commands = self.machine.handle(time.monotonic(), event)
+        records = [command for command in commands if isinstance(command, Record)]
+        durable = any(not isinstance(command, Record | SetTimer | CancelTimer) for command in commands)
+        for index, record in enumerate(records):
+            self._journal.append(record.kind, record.data, durable=durable and index == len(records) - 1)
+        for command in commands:
+            if isinstance(command, SetTimer):
+                self._set_timer(command.name, command.delay_s)
+            elif isinstance(command, CancelTimer):
+                self._cancel_timer(command.name)
+            elif not isinstance(command, Record):
+                self._execute(command)
+
+    def _set_timer(self, name: str, delay_s: float) -> None:
+        self._cancel_timer(name)
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(delay_s, self._fire, name)
+
+    def _cancel_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _fire(self, name: str) -> None:
+        self._timers.pop(name, None)
+        self.post(Tick(name=name))

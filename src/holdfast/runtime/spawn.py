@@ -1,0 +1,124 @@
+"""How a worker process is described: its environment, and the messages between agent and zygote."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import Assignment
+from holdfast.runtime.rundir import RunDir, error_path, log_path
+from holdfast.runtime.settings import RunSettings
+from holdfast.wire import Codec
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> zygote: start one worker. ``env`` is set over the zygote's own environment."""
+
+    member_id: MemberId
+    env: dict[str, str]
+    log: str
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent: it runs; or ``error`` says why it cannot be forked (spawn it instead)."""
+
+    member_id: MemberId
+    pid: int
+    error: str = ""
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent: it ended. Sent again to a new agent."""
+
+    member_id: MemberId
+    pid: int
+    code: int | None
+    signal: int | None
+
+
+class Preloaded(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent, first: it can fork. ``seconds`` by what was imported; ``missing``: what could not be."""
+
+    seconds: dict[str, float]
+    missing: dict[str, str]
+    threads: int
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> zygote: the run is over."""
+
+
+ZygoteMessage = Spawn | Spawned | Exited | Preloaded | Quit
+ZYGOTE_MESSAGES: Codec[ZygoteMessage] = Codec(ZygoteMessage)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One worker to start: the assignment and what it shares with its generation."""
+
+    assignment: Assignment
+    generation: Generation
+    world_size: int
+    attempt: int
+    restart_count: int
+    resume: str
+    master_port: int
+
+
+def log_root(run: RunDir, settings: RunSettings) -> str:
+    """Where ``attempt-NNN/`` directories are."""
+    return settings.log_dir or str(run.path)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def thread_count(settings: RunSettings) -> int:
+    """OpenMP threads of each worker: the user's word, else 1 as torchrun does, or all cores for a single worker."""
+    said = settings.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    return 1 if settings.nproc > 1 else len(os.sched_getaffinity(0))
+
+
+def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, str]:
+    """The variables of one worker: torchrun's, ours, and the user's on top."""
+    member = order.assignment
+    group_world = str(settings.nnodes)
+    return {
+        "RANK": str(member.rank),
+        "LOCAL_RANK": str(member.local_rank),
+        "WORLD_SIZE": str(order.world_size),
+        "LOCAL_WORLD_SIZE": str(settings.nproc),
+        "GROUP_RANK": str(settings.node_rank),
+        "GROUP_WORLD_SIZE": group_world,
+        "ROLE_RANK": str(member.rank),
+        "ROLE_WORLD_SIZE": str(order.world_size),
+        "ROLE_NAME": settings.role,
+        "MASTER_ADDR": settings.master_addr,
+        "MASTER_PORT": str(order.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(order.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
+        "TORCHELASTIC_RUN_ID": settings.run_id,
+        # False: env:// without our groups makes rank 0 serve the store, as the agent serves none at MASTER_PORT.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_path(log_root(run, settings), order.attempt, member.rank)),
+        "OMP_NUM_THREADS": str(thread_count(settings)),
+        "HOLDFAST_RUN_DIR": str(run.path),
+        "HOLDFAST_MEMBER_ID": str(member.member_id),
+        "HOLDFAST_GENERATION": str(order.generation),
+        "HOLDFAST_RESUME": order.resume,
+        "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
+        **settings.env,
+    }
+
+
+def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:
+    """The log file of one worker."""
+    return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))

@@ -1,0 +1,194 @@
+"""Entry of a worker after fork or exec: client, page, process groups, then the user's script as ``__main__``.
+
+Everything that it needs is in its environment and in ``run.json``. Exit codes: what the script asks for; 1 after an
+uncaught exception; 3 after a typed UserError or StoreError; 78 (RESTART) when it fell while the job was fenced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import runpy
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
+from holdfast.core.page import Phase, Word
+from holdfast.errors import ScriptError, StoreError, UserError
+from holdfast.exits import Exit
+from holdfast.runtime.client import Client
+from holdfast.runtime.page import Page
+from holdfast.runtime.settings import RunSettings
+
+GROUPS_MODULE = "holdfast.adapters.torch.groups"
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+
+
+def client_from_env(orphan_s: float) -> Client:
+    """The client that the ``HOLDFAST_*`` and torchrun variables describe; not started."""
+    env = os.environ
+    term, n = env["HOLDFAST_GENERATION"].split(".")
+    page = Page.open(env["HOLDFAST_PAGE"])
+    page[Word.PID] = os.getpid()
+    return Client(
+        member_id=MemberId(int(env["HOLDFAST_MEMBER_ID"])),
+        generation=Generation(int(term), int(n)),
+        rank=int(env["RANK"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        page=page,
+        run_dir=Path(env["HOLDFAST_RUN_DIR"]),
+        resume=env["HOLDFAST_RESUME"],
+        orphan_s=orphan_s,
+    )
+
+
+def redirect(log: str) -> None:
+    """Own session, stdin from nothing, stdout and stderr straight into ``log``."""
+    os.setsid()
+    path = Path(log)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(null)
+    os.close(out)
+
+
+def install_groups() -> None:
+    """Put our process groups behind the names gloo and nccl, where torch and the adapter exist."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec(GROUPS_MODULE) is None:
+        return
+    importlib.import_module(GROUPS_MODULE).install()
+
+
+def run_script(settings: RunSettings) -> None:
+    """Run the user's code as python would: ``__main__``, ``sys.argv``, ``sys.path[0]``.
+
+    Raises:
+        ScriptError: there is no such script or module.
+    """
+    if settings.kind == "module":
+        _set_path("")
+        sys.argv = [settings.target, *settings.args]
+        try:
+            found = importlib.util.find_spec(settings.target)
+        except ImportError as error:
+            raise ScriptError(f"cannot find the module {settings.target}: {error}") from error
+        if found is None:
+            raise ScriptError(f"no module named {settings.target}", hint="check the name after -m")
+        runpy.run_module(settings.target, run_name="__main__", alter_sys=True)
+        return
+    path = Path(settings.target)
+    sys.argv = [settings.target, *settings.args]
+    if path.is_dir():
+        runpy.run_path(settings.target, run_name="__main__")
+        return
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ScriptError(
+            f"cannot read the training script {settings.target}: {error.strerror}",
+            hint="check the path; it is relative to the directory where the run was started",
+        ) from error
+    _set_path(str(path.resolve().parent))
+    module = types.ModuleType("__main__")
+    module.__file__ = settings.target
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    exec(compile(source, settings.target, "exec"), module.__dict__)
+
+
+def main() -> int:
+    """Run one worker; returns its exit code."""
+    settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
+    client = client_from_env(settings.orphan_s)
+    client.start()
+    try:
+        install_groups()
+        run_script(settings)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException as error:
+        code = _report(client, error)
+    else:
+        code = Exit.OK
+    if code == Exit.OK:
+        client.page.place(client.page.state()[0], Phase.LEFT)
+    client.close()
+    return code
+
+
+def _set_path(first: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = first
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return int(Exit.FAILED)
+
+
+def _report(client: Client, error: BaseException) -> int:
+    """Tell the log, the error file and the controller; returns the exit code."""
+    tail = error.__traceback__
+    while tail is not None and tail.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        tail = tail.tb_next
+    error.__traceback__ = tail
+    sys.excepthook(type(error), error, tail)
+    text = "".join(traceback.format_exception(error))[-TEXT_SIZE_MAX:]
+    what = f"{type(error).__name__}: {error}"[:TEXT_SIZE_MAX]
+    _write_error_file(what, text)
+    if client.fenced:
+        return int(Exit.RESTART)
+    user_error = isinstance(error, UserError | StoreError)
+    client.send(
+        WorkerFailed(
+            member_id=client.member_id,
+            generation=client.generation,
+            step=client.page.state()[0],
+            kind=type(error).__name__,
+            what=what,
+            traceback=text,
+            digest=digest(error),
+            user_error=user_error,
+        )
+    )
+    return int(Exit.BAD_INPUT if user_error else Exit.FAILED)
+
+
+def digest(error: BaseException) -> str:
+    """Identity of an exception: type, text without addresses, and the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
+    text = f"{type(error).__qualname__}|{ADDRESS.sub('0x', str(error))}|{place}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _write_error_file(what: str, text: str) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or Path(path).exists():  # torch's @record was there first
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})
+    try:
+        Path(path).write_bytes(document)
+    except OSError as error:
+        sys.stderr.write(f"holdfast: cannot write the error file {path}: {error.strerror}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

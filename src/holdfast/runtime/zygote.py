@@ -1,0 +1,273 @@
+"""The zygote: a single-threaded process that has paid every import and forks workers on request.
+
+It forks only while it has exactly one thread (an OpenMP region before a fork hangs every child), so it runs no tensor
+maths and one OpenMP thread. It outlives its agent: its endpoint is in the run directory, a successor connects and gets
+the list of what lives and what ended meanwhile. It leaves when told, or when no agent came for ``LONELY_S`` and no
+child lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import ProtocolError
+from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Exited, Preloaded, Quit, Spawn, Spawned, ZygoteMessage
+from holdfast.wire import NONCE_SIZE_BYTES, Link
+
+LONELY_S = 60.0
+ENDED_KEPT_MAX = 10_000
+PRELOADS = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+    "torch._dynamo",
+    "holdfast.adapters.torch",
+    "holdfast.adapters.torch.groups",
+    "holdfast.session",
+    "holdfast.runtime.worker",
+)
+
+
+class _Peer:
+    """One connection; only an authenticated agent is listened to."""
+
+    def __init__(self, sock: socket.socket, token: bytes, refused: Counter[str]) -> None:
+        self.sock = sock
+        self.link: Link[ZygoteMessage] = Link(
+            ZYGOTE_MESSAGES, token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=refused
+        )
+
+    def read(self) -> list[ZygoteMessage]:
+        data = self.sock.recv(RECEIVE_SIZE_BYTES)
+        if not data:
+            raise ConnectionResetError("the agent closed the connection")
+        try:
+            return self.link.receive(data)
+        finally:
+            self.flush()
+
+    def send(self, message: ZygoteMessage) -> None:
+        self.link.send(message)
+        self.flush()
+
+    def flush(self) -> None:
+        if output := self.link.take_output():
+            self.sock.sendall(output)
+
+
+class Zygote:
+    """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
+
+    def __init__(self, run: RunDir, preloaded: Preloaded) -> None:
+        self._run = run
+        self._preloaded = preloaded
+        self._token = run.token()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._peers: dict[int, _Peer] = {}
+        self._agent: _Peer | None = None
+        self._living: dict[int, Spawned] = {}  # by pid
+        self._ended: list[Exited] = []
+        self._refused: Counter[str] = Counter()
+        self._lonely_since = time.monotonic()
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._quit = False
+
+    def serve(self) -> Spawn | None:
+        """Fork on request until told to quit."""
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
+        while not self._over():
+            poller = select.poll()
+            for fd in (self._listener.fileno(), self._wake, *self._peers):
+                poller.register(fd, select.POLLIN)
+            for fd, _ in poller.poll(1000):
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd == self._wake:
+                    self._drain()
+                elif fd in self._peers and (spawn := self._read(self._peers[fd])) is not None:
+                    return spawn
+            self._reap()
+        self._run.remove_endpoint("zygote")
+        return None
+
+    def _over(self) -> bool:
+        if self._agent is not None or self._living:
+            self._lonely_since = time.monotonic()
+        return self._quit or time.monotonic() - self._lonely_since > LONELY_S
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        tune(sock)
+        sock.settimeout(SEND_TIMEOUT_S)
+        peer = _Peer(sock, self._token, self._refused)
+        self._peers[sock.fileno()] = peer
+        self._try(peer, peer.flush)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 4096):
+                pass
+
+    def _try(self, peer: _Peer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, ProtocolError):
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._peers.pop(peer.sock.fileno(), None)
+        peer.sock.close()
+        if self._agent is peer:
+            self._agent = None
+
+    def _read(self, peer: _Peer) -> Spawn | None:
+        """Handle what the peer sent; the Spawn of this process when it is the forked child."""
+        was_open = peer.link.open
+        try:
+            messages = peer.read()
+        except (OSError, ProtocolError):
+            self._drop(peer)
+            return None
+        if peer.link.open and not was_open:
+            self._welcome(peer)
+        for message in messages:
+            if isinstance(message, Quit):
+                self._quit = True
+            elif isinstance(message, Spawn) and self._fork(message):
+                return message
+        return None
+
+    def _welcome(self, peer: _Peer) -> None:
+        """The newest agent is the agent; it hears what it may have missed."""
+        self._agent = peer
+        self._tell(self._preloaded)
+        for spawned in self._living.values():
+            self._tell(spawned)
+        for ended in self._ended:
+            self._tell(ended)
+
+    def _tell(self, message: ZygoteMessage) -> None:
+        if self._agent is not None:
+            agent = self._agent
+            self._try(agent, lambda: agent.send(message))
+
+    def _fork(self, spawn: Spawn) -> bool:
+        """Fork one worker; True in the child."""
+        threads = thread_total()
+        if threads != 1:
+            self._tell(Spawned(spawn.member_id, 0, f"the zygote has {threads} threads, a fork could hang"))
+            return False
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(Spawned(spawn.member_id, 0, f"cannot fork: {error.strerror}"))
+            return False
+        if pid == 0:
+            self._become_child()
+            return True
+        self._living[pid] = Spawned(spawn.member_id, pid)
+        self._tell(self._living[pid])
+        return False
+
+    def _become_child(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for peer in self._peers.values():
+            peer.sock.close()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._wake_write)
+
+    def _reap(self) -> None:
+        for pid in list(self._living):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done == 0:
+                continue
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            ended = Exited(self._living.pop(pid).member_id, pid, code, killed)
+            self._ended = [*self._ended[-ENDED_KEPT_MAX:], ended]
+            self._tell(ended)
+
+
+def thread_total() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def preload() -> Preloaded:
+    """Import what workers will need, and pay what the first optimizer imports lazily."""
+    seconds: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name in PRELOADS:
+        began = time.monotonic()
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a worker that needs it will fail with the same error, in its own log
+            missing[name] = f"{type(error).__name__}: {error}"[:200]
+        seconds[name] = round(time.monotonic() - began, 3)
+    if "torch" not in missing:
+        began = time.monotonic()
+        import torch
+
+        torch.set_num_threads(1)
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        seconds["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
+    gc.collect()
+    gc.freeze()  # children share these pages: a collection in a child must not write to them
+    return Preloaded(seconds, missing, thread_total())
+
+
+def become_worker(spawn: Spawn) -> int:
+    """In the forked child: take over the worker's identity and run it; returns its exit code."""
+    os.environ.update(spawn.env)
+    from holdfast.runtime import worker
+
+    worker.redirect(spawn.log)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(spawn.env["OMP_NUM_THREADS"]))
+    return worker.main()
+
+
+def main(run_dir: str) -> int:
+    """Run the zygote of ``run_dir``; in a forked child, its worker."""
+    spawn = Zygote(RunDir(Path(run_dir)), preload()).serve()
+    if spawn is None:
+        return 0
+    try:
+        return become_worker(spawn)
+    except Exception:
+        traceback.print_exc()
+        return 70
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
