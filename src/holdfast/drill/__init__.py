@@ -1,0 +1,1 @@
+"""The drill: a real training with injected faults, compared with the same training undisturbed."""

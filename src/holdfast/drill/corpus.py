@@ -1,0 +1,45 @@
+"""Real text that every machine has: the Python sources of the running interpreter's standard library.
+
+The order is that of the relative paths, so two processes of one interpreter always read the same bytes; no file of
+ours and nothing from the network is needed.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import UserError
+
+EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"})
+
+
+def sources(root: Path) -> list[Path]:
+    """All ``.py`` files below ``root`` in the order of their relative paths, tests and installed packages left out."""
+    found = []
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).parts
+        if not EXCLUDED.intersection(parts[:-1]):
+            found.append((parts, path))
+    return [path for _, path in sorted(found)]
+
+
+def load(size_bytes: int, root: Path | None = None) -> npt.NDArray[np.uint8]:
+    """The first ``size_bytes`` bytes of the sources as a vector of uint8, shape ``(size_bytes,)``.
+
+    Raises:
+        UserError: the interpreter has fewer bytes of sources than that (a zipped or stripped installation).
+    """
+    base = root if root is not None else Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sources(base):
+        text += path.read_bytes()
+        if len(text) >= size_bytes:
+            return np.frombuffer(bytes(text[:size_bytes]), dtype=np.uint8)
+    raise UserError(
+        f"the standard library at {base} has {len(text)} bytes of Python sources, the drill needs {size_bytes}",
+        hint="run the drill with an interpreter whose standard library is installed as .py files",
+    )

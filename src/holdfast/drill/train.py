@@ -1,0 +1,58 @@
+"""The drill's training script: what a user writes, nothing more.
+
+``holdfast run --nproc-per-node 4 -m holdfast.drill.train --size 10m --steps 40``
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+import holdfast
+from holdfast.drill.parts import (
+    accumulate,
+    average_statistics,
+    build,
+    parse,
+    place,
+    result_of,
+    write_result,
+)
+from holdfast.drill.trace import Trace
+
+
+def main() -> None:
+    """Train, then write what this rank holds."""
+    settings = parse()
+    rank, world_size = place()
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    parts = build(settings, rank, world_size)
+    trace = Trace(settings.trace, rank)
+    loss = 0.0
+    with holdfast.session(
+        model=parts.network,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        checkpoint=settings.checkpoint,
+        seed=settings.seed,
+        save_every=settings.save_every,
+    ) as s:
+        for step in s.steps(parts.loader, until=settings.steps):
+            with step as batch:
+                loss = accumulate(parts, batch)
+                average_statistics(parts)
+                parts.optimizer.step()
+                parts.scheduler.step()
+                parts.optimizer.zero_grad()
+            if step.committed:
+                trace.committed(step.number + 1)
+                if rank == 0 and step.number % 10 == 9:
+                    print(f"step {step.number + 1}/{settings.steps} loss {loss:.4f}", flush=True)
+    if settings.result is not None:
+        write_result(result_of(parts, settings, rank, world_size, loss), settings.result)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
