@@ -81,7 +81,8 @@ class Handle(Protocol):
 class Pending(Protocol):
     """A collective under way."""
 
-    def is_completed(self) -> bool: ...
+    def settled(self) -> bool:
+        """True when it can no longer write into memory of this process."""
 
     def release(self) -> None:
         """Free whoever waits for the future of this work."""
@@ -100,6 +101,7 @@ class Fabric:
         self.collectives = 0
         self.generation = NO_GENERATION
         self._lock = threading.RLock()
+        self.epoch = 0  # grows with every reconfigure: a late error of an older epoch is no news
         self._poisonings = 0
         self._groups: list[Handle] = []
         self._pending: dict[int, Pending] = {}
@@ -161,15 +163,15 @@ class Fabric:
         for work in pending:
             work.release()
 
-    def broke(self, what: str, error: BaseException) -> None:
-        """A collective failed in this process: poison it and tell who asked to know, once."""
-        reason = f"{what}: {_first_line(error)}"
+    def broke(self, what: str, error: BaseException, epoch: int) -> None:
+        """A collective begun in ``epoch`` failed in this process: poison it and tell who asked to know, once."""
         with self._lock:
-            first = not self.poisoned
+            if self.poisoned or epoch != self.epoch:
+                return
+            reason = f"{what}: {_first_line(error)}"
             self.poison(reason)
-        if first:
-            for callback in list(self._on_poison):
-                callback(reason)
+        for callback in list(self._on_poison):
+            callback(reason)
 
     def check(self, what: str) -> bool:
         """Decide what a collective does when not calm: True = complete on local data.
@@ -213,7 +215,7 @@ class Fabric:
         """Remember a collective until it has ended: nobody may reuse its memory before."""
         if len(self._pending) >= _PENDING_PRUNE:
             with self._lock:
-                self._pending = {k: w for k, w in self._pending.items() if not w.is_completed()}
+                self._pending = {k: w for k, w in self._pending.items() if not w.settled()}
         self._pending[id(work)] = work
         if self.poisoned:
             work.release()
@@ -235,7 +237,7 @@ class Fabric:
             with self._lock:
                 works = list(self._pending.values())
                 inners = self._inners()
-            if all(w.is_completed() for w in works) and all(i.severed() for i in inners):
+            if all(w.settled() for w in works) and all(i.severed() for i in inners):
                 return True
             time.sleep(0.001)
         return all(i.severed() for i in inners)
@@ -298,6 +300,8 @@ class Fabric:
             raise GroupError("an NCCL abort did not return", hint="this process must be replaced")
         with self._lock:
             self.generation = generation
+            self.epoch += 1
+            self._pending.clear()
             vote, self._vote = self._vote, None
         if vote is not None:
             self.bury(vote)
@@ -306,7 +310,6 @@ class Fabric:
         with self._lock:
             if self._poisonings != seen:
                 raise GroupError(f"another fault while the groups were rebuilt: {self.reason}")
-            self._pending.clear()
             self.poisoned = False
             self.reason = ""
             self.looped = False
@@ -321,7 +324,9 @@ class Fabric:
             vote = self._vote
         if vote is None:
             if default is None:
-                raise GroupError("no default process group", hint="call torch.distributed.init_process_group first")
+                raise GroupError(
+                    "no default process group", hint="call torch.distributed.init_process_group first"
+                )
             vote = default.build_vote(self.generation)
             with self._lock:
                 self._vote = vote
@@ -340,12 +345,13 @@ class Fabric:
         if self._default() is None:
             return list(vector)
         votes = torch.tensor(vector, dtype=torch.int64)
+        epoch = self.epoch
         try:
             work = self.vote_group().allreduce([votes], dist.AllreduceOptions())
             while not _ended(work):
                 self._refuse_vote()
         except RuntimeError as error:
-            self.broke("vote", error)
+            self.broke("vote", error, epoch)
             raise PeerLost(f"the vote broke: {_first_line(error)}") from error
         self._refuse_vote()
         return [int(x) for x in votes.tolist()]

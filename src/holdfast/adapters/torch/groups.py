@@ -1,7 +1,217 @@
-"""Process groups that can be poisoned, rehearsed and reconfigured under the names gloo and nccl."""
+"""Process groups that can be poisoned, rehearsed and reconfigured, under the names gloo and nccl.
+
+:func:`install` replaces the one function of torch that makes groups. From then on ``init_process_group``,
+``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) hold a
+:class:`~holdfast.adapters.torch.handle.ReconfigurableGroup` whenever the backend asked for consists of gloo and nccl;
+other backends are left alone. ``dist.get_backend()`` still says what the user asked for.
+"""
 
 from __future__ import annotations
 
-from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
+import functools
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Fabric", "GroupAborted", "fabric"]
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
+from holdfast.adapters.torch.handle import ReconfigurableGroup
+from holdfast.adapters.torch.inner import GLOO, NCCL, GroupSpec
+from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous, use_client
+from holdfast.core.ids import NO_GENERATION
+from holdfast.errors import UnsupportedError
+
+__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed", "use_client"]
+
+BACKEND = "holdfast"
+_HELPER = "_new_process_group_helper"
+_HELPER_PARAMETERS = (
+    *(
+        "group_size",
+        "group_rank",
+        "global_ranks_in_group",
+        "backend",
+        "store",
+        "group_name",
+        "backend_options",
+    ),
+    *("timeout", "pg_tag", "device_id", "group_desc"),
+)
+_NAME_SIZE_MAX = 64
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user asked for; travels through torch as the backend's options."""
+
+    backends: tuple[tuple[str, str], ...]
+    options: Any
+    device: torch.device | None
+
+
+def installed() -> bool:
+    """True after :func:`install`."""
+    return bool(getattr(getattr(c10d, _HELPER, None), "holdfast", False))
+
+
+def install() -> None:
+    """Put reconfigurable groups behind the names gloo and nccl. Idempotent; starts nothing, so a zygote may call it.
+
+    Raises:
+        UnsupportedError: this torch makes its groups in another way than the one known here.
+    """
+    if installed():
+        return
+    helper = getattr(c10d, _HELPER, None)
+    if helper is None or tuple(inspect.signature(helper).parameters) != _HELPER_PARAMETERS:
+        raise UnsupportedError(
+            f"torch {torch.__version__} makes process groups in a way that Holdfast does not know",
+            hint="use torch 2.13, or run without live recovery: do not call holdfast.adapters.torch.groups.install()",
+        )
+    install_rendezvous()
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    setattr(c10d, _HELPER, _wrap_helper(helper))
+    _refuse_builtin_hooks()
+    for name, alone in _OBJECT_CALLS.items():
+        _guard_objects(name, alone)
+
+
+# ---------------------------------------------------------------- making groups
+
+
+def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(helper)
+
+    @functools.wraps(helper)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        asked = call.arguments["backend"]
+        config = c10d.BackendConfig(c10d.Backend(asked))
+        backends = tuple((device, str(name)) for device, name in config.get_device_backend_map().items())
+        if not {name for _, name in backends} <= {GLOO, NCCL}:
+            return helper(*args, **kwargs)
+        call.arguments["backend_options"] = _Request(
+            backends, call.arguments.get("backend_options"), call.arguments.get("device_id")
+        )
+        call.arguments["device_id"] = (
+            None  # torch would look for the backend inside our group: we bind it ourselves
+        )
+        call.arguments["backend"] = BACKEND
+        group, store = helper(*call.args, **call.kwargs)
+        if isinstance(group, ReconfigurableGroup):
+            c10d._world.pg_map[group] = (asked, store)
+            c10d._world.pg_backend_config[group] = str(config)
+        return group, store
+
+    make.holdfast = True  # type: ignore[attr-defined]
+    return make
+
+
+def _create(asked: Any, request: _Request) -> ReconfigurableGroup:
+    """Called by torch for every group of this process (``dist.Backend.register_backend``, extended form)."""
+    state = fabric()
+    client = control_client()
+    if client is not None and state.generation == NO_GENERATION:
+        state.generation = client.generation
+    ranks = tuple(asked.global_ranks_in_group)
+    ordinal = _made[ranks]
+    _made[ranks] += 1
+    spec = GroupSpec(
+        name=_name(ranks, ordinal),
+        order=(ranks, ordinal),
+        rank=asked.group_rank,
+        size=asked.group_size,
+        backends=request.backends,
+        timeout=asked.timeout,
+        options=request.options,
+        device=request.device,
+    )
+    return ReconfigurableGroup(state, spec, asked.store)
+
+
+def _name(ranks: tuple[int, ...], ordinal: int) -> str:
+    """Equal on all members, whatever other groups each of them has made: torch's own counter is not."""
+    members = "-".join(map(str, ranks)) if ranks else "world"
+    if len(members) > _NAME_SIZE_MAX:
+        members = hashlib.blake2b(members.encode(), digest_size=16).hexdigest()
+    return f"{members}.{ordinal}"
+
+
+# ---------------------------------------------------------------- calls that cannot be carried as they are
+
+
+def _refuse_builtin_hooks() -> None:
+    original: Callable[..., Any] = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(original)
+    def refuse(self: DistributedDataParallel, comm_hook_type: Any) -> None:
+        if isinstance(self.process_group, ReconfigurableGroup):
+            raise UnsupportedError(
+                f"DDP's builtin C++ communication hook {comm_hook_type} cannot run on a Python process group",
+                hint="use model.register_comm_hook(None, default_hooks.allreduce_hook) or "
+                "default_hooks.fp16_compress_hook: the same numbers",
+            )
+        original(self, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = refuse  # type: ignore[method-assign]
+
+
+def _alone_all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _alone_gather(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _alone_scatter(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+
+def _alone_nothing(*args: Any, **kwargs: Any) -> None:
+    """The list stays as it is."""
+
+
+_OBJECT_CALLS: dict[str, Callable[..., None]] = {
+    "all_gather_object": _alone_all_gather,
+    "gather_object": _alone_gather,
+    "scatter_object_list": _alone_scatter,
+    "broadcast_object_list": _alone_nothing,
+    "send_object_list": _alone_nothing,
+    "recv_object_list": _alone_nothing,
+}
+"""Calls that size memory by what peers sent: poisoned they must end at once; value = what they do in loopback."""
+
+
+def _guard_objects(name: str, alone: Callable[..., None]) -> None:
+    original: Callable[..., Any] = getattr(c10d, name)
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        state = fabric()
+        state.returning_data(True)
+        try:
+            if not state.calm and state.check(name):
+                return alone(*args, **kwargs)
+            return original(*args, **kwargs)
+        finally:
+            state.returning_data(False)
+
+    setattr(c10d, name, guarded)
+    setattr(dist, name, guarded)

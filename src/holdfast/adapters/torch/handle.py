@@ -1,0 +1,497 @@
+"""The process group that user code holds: a Python ``ProcessGroup`` whose inner group can be replaced.
+
+DDP, FSDP2, DeviceMesh and user code keep references to a group for ever; a new generation swaps what is inside. The
+method set is that of torch 2.13, old names included: C++ callers reach the ones that torch's trampoline routes, Python
+callers all of them.
+
+Invariants:
+1. Every collective goes through :meth:`ReconfigurableGroup._run`: counted, checked against the fabric's modes, and
+   guarded; an exception that is a wrong call leaves as it is.
+2. A group never leaves the generation of its fabric: ``inner`` was built in it or is None (before a loopback ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, Work
+
+from holdfast.adapters.torch import local, rendezvous
+from holdfast.adapters.torch.fabric import REBUILD_TIMEOUT_S, Fabric
+from holdfast.adapters.torch.inner import GLOO, BuiltGroup, GroupSpec, build
+from holdfast.adapters.torch.works import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError
+
+Fill = Callable[[], None]
+VOTE = "vote"
+
+
+class ReconfigurableGroup(dist.ProcessGroup):
+    """One process group of the job, whose connections belong to a generation.
+
+    Args:
+        fabric: the state shared by all groups.
+        spec: how to build it (again).
+        store: the store that torch gave for it; used when this process has no control client.
+    """
+
+    def __init__(self, fabric: Fabric, spec: GroupSpec, store: Store) -> None:
+        super().__init__(spec.rank, spec.size)  # type: ignore[call-arg]  # the form for Python subclasses
+        self._fabric = fabric
+        self.spec = spec
+        self._store = store
+        self._name = spec.name
+        self._desc = "undefined"
+        self._ways = {
+            device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
+        }
+        self._default_way = next(iter(self._ways.values()))
+        self.inner: BuiltGroup | None = None
+        fabric.add(self)
+        if not fabric.looped:
+            self.inner = self._build(spec, fabric.generation, spec.timeout)
+
+    # ------------------------------------------------------------------ generations
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], int]:
+        return self.spec.order
+
+    def replaceable(self) -> str:
+        client = rendezvous.control_client()
+        if client is None:
+            return "this process has no control plane (start the job with `holdfast run`)"
+        if not self.spec.order[0] and client.world_size != self.spec.size:
+            return f"the default group has {self.spec.size} ranks, the job {client.world_size}"
+        return ""
+
+    def rebuild(self, generation: Generation) -> None:
+        if self.inner is not None:
+            self._fabric.bury(self.inner)
+            self.inner = None
+        limit = min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S))
+        self.inner = self._build(self.spec, generation, limit)
+
+    def build_vote(self, generation: Generation) -> BuiltGroup:
+        ordinal = self.spec.order[1]
+        spec = GroupSpec(
+            name=f"{VOTE}.{ordinal}",
+            order=((), ordinal),
+            rank=self.spec.rank,
+            size=self.spec.size,
+            backends=(("cpu", GLOO),),
+            timeout=self.spec.timeout,
+        )
+        return self._build(spec, generation, spec.timeout)
+
+    def _build(self, spec: GroupSpec, generation: Generation, limit: timedelta) -> BuiltGroup:
+        client = rendezvous.control_client()
+        store: Store
+        if client is not None and not self.replaceable():
+            prefix = f"g{generation}/{spec.name}/"
+            store = rendezvous.ControlStore(client, prefix, self._fabric.stopped())
+            store.set_timeout(limit)
+        else:
+            store = PrefixStore(f"holdfast/{spec.name}/", self._store)
+        return build(spec, store, limit)
+
+    # ------------------------------------------------------------------ one way for all collectives
+
+    def _run(
+        self,
+        what: str,
+        issue: Callable[[dist.ProcessGroup], InnerWork],
+        outputs: Sequence[Any],
+        fill: Fill | None = None,
+        *,
+        on: Tensor | None = None,
+        after: Fill | None = None,
+        p2p: bool = False,
+    ) -> Work:
+        """Begin a collective.
+
+        Args:
+            issue: begins it on the inner group.
+            outputs: what its future resolves to.
+            fill: completes it on local data.
+            on: a tensor of it, to know the backend.
+            after: what is left to do when it has succeeded.
+            p2p: its work cannot be waited for in slices.
+        """
+        fabric = self._fabric
+        results = list(outputs)
+        if fabric.begin(what):
+            return _complete(results, fill)
+        way = self._default_way if on is None else self._ways.get(on.device.type, self._default_way)
+        if p2p and way is Wait.SLICES:
+            way = Wait.THREAD
+        epoch = fabric.epoch
+        try:
+            work = issue(self._live())
+        except Exception as error:
+            if is_bug(error):
+                raise
+            fabric.broke(what, error, epoch)
+            fabric.give_up(what)
+            return _complete(results, fill)
+        return GuardedWork(fabric, what, work, results, way, fill, after)
+
+    def _live(self) -> dist.ProcessGroup:
+        if self.inner is None:
+            raise GroupError(
+                f"process group {self.spec.name} has no connections: reconfigure() did not finish"
+            )
+        return self.inner.group
+
+    def _by_gloo(self, tensor: Tensor) -> bool:
+        return self._ways.get(tensor.device.type, self._default_way) is Wait.SLICES
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        outputs = _as_list(tensors)
+        return self._run(
+            "all_reduce", lambda g: g.allreduce(tensors, *args, **kwargs), outputs, on=outputs[0]
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Work:
+        return self._run(
+            "all_reduce_coalesced", lambda g: g.allreduce_coalesced(tensors, *args), tensors, on=tensors[0]
+        )
+
+    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        outputs = _as_list(tensors)
+        return self._run("reduce", lambda g: g.reduce(tensors, *args, **kwargs), outputs, on=outputs[0])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        outs = _as_list(outputs)
+        rows: list[list[Tensor]] = inputs if isinstance(inputs[0], list | tuple) else [inputs]
+
+        def fill() -> None:
+            local.pick(outs, rows, self.spec.rank)
+
+        if not self._by_gloo(outs[0]):
+            return self._run(
+                "reduce_scatter",
+                lambda g: g.reduce_scatter(outputs, inputs, *args, **kwargs),
+                outs,
+                fill,
+                on=outs[0],
+            )
+        buffers = [torch.cat([t.detach().reshape(-1) for t in row]) for row in rows]
+        return self._scatter_sums("reduce_scatter", outs, buffers, _reduction(args, kwargs), fill)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._reduce_scatter_tensors("reduce_scatter_tensor", [output], [source], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None
+    ) -> Work:
+        return self._reduce_scatter_tensors("reduce_scatter_tensor_coalesced", outputs, sources, opts)
+
+    def _reduce_scatter_tensors(
+        self, what: str, outputs: list[Tensor], sources: list[Tensor], opts: Any
+    ) -> Work:
+        rank, size = self.spec.rank, self.spec.size
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+
+        def fill() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                local.chunk(output, source, rank, size)
+
+        def issue(group: dist.ProcessGroup) -> Work:
+            if len(outputs) == 1:
+                return group.reduce_scatter_single(outputs[0], sources[0], opts)
+            return group.reduce_scatter_single_coalesced(outputs, sources, opts)
+
+        if not self._by_gloo(outputs[0]):
+            return self._run(what, issue, outputs, fill, on=outputs[0])
+        for output, source in zip(outputs, sources, strict=True):
+            if output.numel() * size != source.numel():
+                raise ValueError(
+                    f"{what}: input must have {size} x {output.numel()} elements, not {source.numel()}"
+                )
+        buffers = [source.detach().reshape(-1).clone() for source in sources]
+        return self._scatter_sums(what, outputs, buffers, opts, fill)
+
+    def _scatter_sums(
+        self, what: str, outputs: list[Tensor], buffers: list[Tensor], opts: Any, fill: Fill
+    ) -> Work:
+        """Reduce-scatter as gloo does it, an all-reduce and a copy; but gloo's own cannot be waited for in slices."""
+        size, rank = self.spec.size, self.spec.rank
+        reduction = dist.AllreduceOptions()
+        reduction.reduceOp = opts.reduceOp
+        reduction.timeout = opts.timeout
+
+        def issue(group: dist.ProcessGroup) -> InnerWork:
+            works: list[InnerWork] = [group.allreduce([buffer], reduction) for buffer in buffers]
+            return works[0] if len(works) == 1 else Several(works)
+
+        def after() -> None:
+            for output, buffer in zip(outputs, buffers, strict=True):
+                local.chunk(output, buffer, rank, size)
+
+        return self._run(what, issue, outputs, fill, on=outputs[0], after=after)
+
+    # ------------------------------------------------------------------ copies
+
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        outputs = _as_list(tensors)
+        return self._run("broadcast", lambda g: g.broadcast(tensors, *args, **kwargs), outputs, on=outputs[0])
+
+    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        rows: list[list[Tensor]] = outputs if isinstance(outputs[0], list | tuple) else [outputs]
+        sources = _as_list(inputs)
+        return self._run(
+            "all_gather",
+            lambda g: g.allgather(outputs, inputs, *args, **kwargs),
+            outputs,
+            lambda: local.fill_lists(rows, sources),
+            on=sources[0],
+        )
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> Work:
+        return self._run(
+            "all_gather_coalesced",
+            lambda g: g.allgather_coalesced(outputs, inputs, *args),
+            outputs,
+            lambda: local.fill_by_rank(outputs, inputs),
+            on=inputs[0],
+        )
+
+    def all_gather_single(self, output: Tensor, source: Tensor, *args: Any) -> Work:
+        return self._run(
+            "all_gather_into_tensor",
+            lambda g: g.all_gather_single(output, source, *args),
+            [output],
+            lambda: local.repeat(output, source, self.spec.size),
+            on=source,
+        )
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], *args: Any) -> Work:
+        def fill() -> None:
+            for output, source in zip(outputs, sources, strict=True):
+                local.repeat(output, source, self.spec.size)
+
+        return self._run(
+            "all_gather_into_tensor_coalesced",
+            lambda g: g.all_gather_single_coalesced(outputs, sources, *args),
+            outputs,
+            fill,
+            on=sources[0],
+        )
+
+    def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        rows: list[list[Tensor]] = (
+            outputs if not outputs or isinstance(outputs[0], list | tuple) else [outputs]
+        )
+        sources = _as_list(inputs)
+        return self._run(
+            "gather",
+            lambda g: g.gather(outputs, inputs, *args, **kwargs),
+            outputs,
+            lambda: local.fill_lists(rows, sources),
+            on=sources[0],
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        outs = _as_list(outputs)
+        rows: list[list[Tensor]] = inputs if not inputs or isinstance(inputs[0], list | tuple) else [inputs]
+        return self._run(
+            "scatter",
+            lambda g: g.scatter(outputs, inputs, *args, **kwargs),
+            outs,
+            lambda: local.pick(outs, rows, self.spec.rank),
+            on=outs[0],
+        )
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], *args: Any
+    ) -> Work:
+        return self._run(
+            "all_to_all_single",
+            lambda g: g.all_to_all_single(output, source, output_sizes, input_sizes, *args),
+            [output],
+            lambda: local.copy(output, source),
+            on=output,
+        )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any) -> Work:
+        return self._run(
+            "all_to_all",
+            lambda g: g.alltoall(outputs, inputs, *args),
+            outputs,
+            lambda: local.zip_copy(outputs, inputs),
+            on=outputs[0],
+        )
+
+    # ------------------------------------------------------------------ point to point, barriers
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        return self._run("send", lambda g: g.send(tensors, dst, tag), tensors, on=tensors[0], p2p=True)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        return self._run(
+            "recv",
+            lambda g: g.recv(tensors, src, tag),
+            tensors,
+            lambda: local.zero(tensors),
+            on=tensors[0],
+            p2p=True,
+        )
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        return self._run(
+            "recv",
+            lambda g: g.recv_anysource(tensors, tag),
+            tensors,
+            lambda: local.zero(tensors),
+            on=tensors[0],
+            p2p=True,
+        )
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Work:
+        return self._run("barrier", lambda g: g.barrier(*args, **kwargs), [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """gloo's barrier that names the missing rank; its findings are the user's, not a fault."""
+        if not self._fabric.begin("monitored_barrier"):
+            group: Any = self._live()
+            group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._fabric.calm:
+            self._live()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        on = torch.empty(0, device=device)
+        return self._run("end_coalescing", lambda g: g._end_coalescing(device), [], on=on)
+
+    # ------------------------------------------------------------------ identity
+
+    def rank(self) -> int:
+        return self.spec.rank
+
+    def size(self) -> int:
+        return self.spec.size
+
+    def getRank(self) -> int:
+        return self.spec.rank
+
+    def getSize(self) -> int:
+        return self.spec.size
+
+    def name(self) -> str:
+        return self.spec.backends[0][1]
+
+    def getBackendName(self) -> str:
+        """Asked by C++ only: a caller that reads ``gloo`` here would look for the C++ backend inside this group."""
+        return "holdfast"
+
+    def _get_backend_name(self) -> str:
+        return self.name()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device, _ in self.spec.backends]
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        return self._live()._get_backend(device)
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _get_sequence_number_for_group(self) -> int:
+        group: Any = self._live()
+        return int(group._get_sequence_number_for_group())
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Set when the inner group was built."""
+
+    # ------------------------------------------------------------------ life
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._live().set_timeout(timeout)
+
+    def abort(self) -> None:
+        if self.inner is not None:
+            self.inner.sever()
+
+    def shutdown(self) -> None:
+        self._fabric.drop(self)
+        if self.inner is not None:
+            self.inner.close()
+
+
+_OLD_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""What torch called them before 2.13, and still does in places."""
+
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"),
+    *("reduce_scatter_single_coalesced", "allgather", "allgather_coalesced", "all_gather_single", "gather"),
+    *("all_gather_single_coalesced", "scatter", "all_to_all_single", "alltoall", "send", "recv", "barrier"),
+    *("recv_anysource", "monitored_barrier", "_start_coalescing", "_end_coalescing"),
+)
+"""Methods that dynamo must call, not trace into."""
+
+
+def _finish_methods() -> None:
+    disable: Callable[[Any], Any] = torch._dynamo.disable
+    for name in COLLECTIVES:
+        setattr(ReconfigurableGroup, name, disable(getattr(ReconfigurableGroup, name)))
+    for old, name in _OLD_NAMES.items():
+        setattr(ReconfigurableGroup, old, getattr(ReconfigurableGroup, name))
+
+
+_finish_methods()
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else cast(list[Tensor], list(tensors))
+
+
+def _complete(outputs: list[Any], fill: Fill | None) -> LocalWork:
+    if fill is not None:
+        fill()
+    return LocalWork(outputs)
+
+
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The options of a call that may give an operation instead."""
+    given = args[0] if args else kwargs.get("opts", kwargs.get("op"))
+    if isinstance(given, dist.ReduceScatterOptions):
+        return given
+    opts = dist.ReduceScatterOptions()
+    if given is not None:
+        opts.reduceOp = given
+    return opts

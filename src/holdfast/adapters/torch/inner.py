@@ -1,0 +1,153 @@
+"""Building the real group under a reconfigurable one: a plain C++ ``ProcessGroup`` with gloo and/or NCCL backends.
+
+A bare backend lacks methods of a group, and the miss would look like a fault; so every inner group is a C++ group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+
+from holdfast.adapters.torch.gloo import Endpoints, Recorder
+from holdfast.adapters.torch.nccl import Abort, Abortable
+from holdfast.errors import GroupError, HoldfastError
+
+GLOO = "gloo"
+NCCL = "nccl"
+BackendType = dist.ProcessGroup.BackendType
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """All that is needed to build a group again.
+
+    Attributes:
+        name: key space inside a generation, equal on all members: ordinal and global ranks.
+        order: (global ranks, empty for the default group; ordinal): all ranks rebuild in this order.
+        rank, size: of this process in the group, and of the group.
+        backends: device type -> ``gloo`` or ``nccl``.
+        timeout: of collectives.
+        options: the user's ``pg_options`` (NCCL only), or None.
+        device: the device that the default group was bound to, or None.
+    """
+
+    name: str
+    order: tuple[tuple[int, ...], int]
+    rank: int
+    size: int
+    backends: tuple[tuple[str, str], ...]
+    timeout: timedelta
+    options: Any = None
+    device: torch.device | None = None
+
+
+class BuiltGroup:
+    """One generation of one group. Made by :func:`build`."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, endpoints: Sequence[Endpoints], abortable: Sequence[Abortable]
+    ) -> None:
+        self._group = group
+        self._endpoints = endpoints
+        self._abortable = abortable
+        self._aborts: list[Abort] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The C++ group."""
+        return self._group
+
+    def sever(self) -> None:
+        """Shut gloo's sockets, begin to abort NCCL. Idempotent, from any thread.
+
+        The group is never destroyed from now on: its destructor joins threads that may wait for a long time yet.
+        """
+        if self._aborts is None:
+            self._aborts = []
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._aborts = [Abort(backend).start() for backend in self._abortable]
+        for endpoints in self._endpoints:
+            endpoints.shutdown()
+
+    def severed(self) -> bool:
+        """True when every abort that was begun has returned."""
+        return all(abort.done for abort in self._aborts or ())
+
+    def close(self) -> None:
+        """Orderly end."""
+        if self._aborts is None:
+            self._group.shutdown()
+        for endpoints in self._endpoints:
+            endpoints.close()
+
+
+def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGroup:
+    """Connect the members of ``spec`` through ``store``.
+
+    Args:
+        connect_timeout: bound of the connection phase.
+
+    Raises:
+        GroupError: the members did not find each other.
+    """
+    group = dist.ProcessGroup(store, spec.rank, spec.size)
+    names = [backend for _, backend in spec.backends]
+    group._set_default_backend(BackendType.NCCL if NCCL in names else BackendType.GLOO)
+    endpoints: list[Endpoints] = []
+    abortable: list[Abortable] = []
+    made: dict[str, Backend] = {}
+    try:
+        for device, name in spec.backends:
+            if name not in made:
+                prefixed = PrefixStore(f"{name}/", store)
+                if name == GLOO:
+                    made[name] = _gloo(spec, prefixed, connect_timeout, endpoints)
+                else:
+                    made[name] = _nccl(spec, prefixed, abortable)
+                made[name]._set_sequence_number_for_group()
+            kind = BackendType.GLOO if name == GLOO else BackendType.NCCL
+            group._register_backend(torch.device(device), kind, made[name])
+    except HoldfastError:
+        raise
+    except RuntimeError as error:
+        raise GroupError(
+            f"process group {spec.name} (rank {spec.rank} of {spec.size}) could not be built: {error}"
+        ) from error
+    group._set_group_name(dist.distributed_c10d.GroupName(spec.name))
+    group._set_group_desc(spec.name)
+    if spec.device is not None and NCCL in made:
+        group.bound_device_id = spec.device
+        made[NCCL].eager_connect_single_device(spec.device)
+    return BuiltGroup(group, endpoints, abortable)
+
+
+def _gloo(spec: GroupSpec, store: Store, connect_timeout: timedelta, endpoints: list[Endpoints]) -> Backend:
+    with Recorder() as recorder:
+        backend = dist.ProcessGroupGloo(store, spec.rank, spec.size, timeout=connect_timeout)
+    endpoints.append(recorder.endpoints(store, spec.rank, spec.size))
+    backend._set_default_timeout(spec.timeout)
+    backend.options.global_ranks_in_group = list(spec.order[0])
+    backend.options.group_name = dist.distributed_c10d.GroupName(spec.name)
+    return backend
+
+
+def _nccl(spec: GroupSpec, store: Store, abortable: list[Abortable]) -> Backend:
+    nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
+    options = spec.options
+    if options is None:
+        options = nccl.Options()
+        options.is_high_priority_stream = False
+    options._timeout = spec.timeout
+    options.global_ranks_in_group = list(spec.order[0])
+    options.group_name = spec.name
+    backend: Any = nccl(store, spec.rank, spec.size, options)
+    abortable.append(backend)
+    built: Backend = backend
+    return built

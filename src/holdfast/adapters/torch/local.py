@@ -1,0 +1,70 @@
+"""What a collective leaves behind when there is no peer: every output filled from own data, nothing uninitialised.
+
+Used in loopback and for collectives of a poisoned step, whose results are thrown away: the point is that shapes, sizes
+and the memory are sane, so that the step ends in order. In-place collectives keep their tensor as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target`` becomes ``source`` when the element counts agree, else zero."""
+    target = target.detach()
+    if target.numel() == source.numel():
+        target.copy_(source.detach().reshape(target.shape))
+    else:
+        target.zero_()
+
+
+def fill_lists(outputs: Sequence[Tensors], inputs: Tensors) -> None:
+    """``outputs[i][rank]`` = ``inputs[i]`` for every rank (all-gather, gather)."""
+    for row, source in zip(outputs, inputs, strict=False):
+        for target in row:
+            copy(target, source)
+
+
+def fill_by_rank(outputs: Sequence[Tensors], inputs: Tensors) -> None:
+    """``outputs[rank][i]`` = ``inputs[i]`` for every rank (coalesced all-gather)."""
+    for row in outputs:
+        for target, source in zip(row, inputs, strict=False):
+            copy(target, source)
+
+
+def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
+    """``outputs[i]`` = ``inputs[i][rank]`` (scatter, reduce-scatter); zero where this rank has no input."""
+    for i, target in enumerate(outputs):
+        if i < len(inputs) and inputs[i]:
+            copy(target, inputs[i][rank])
+        else:
+            zero([target])
+
+
+def repeat(output: torch.Tensor, source: torch.Tensor, size: int) -> None:
+    """``output`` = ``size`` copies of ``source`` (all-gather into one tensor)."""
+    rows = output.detach().reshape(size, -1)
+    rows.copy_(source.detach().reshape(1, -1).expand_as(rows))
+    if rows.data_ptr() != output.data_ptr():  # not contiguous: the reshape was a copy
+        output.detach().copy_(rows.reshape(output.shape))
+
+
+def chunk(output: torch.Tensor, source: torch.Tensor, rank: int, size: int) -> None:
+    """``output`` = the ``rank``-th of ``size`` equal parts of ``source`` (reduce-scatter of one tensor)."""
+    copy(output, source.detach().reshape(size, -1)[rank])
+
+
+def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
+    """``outputs[i]`` = ``inputs[i]`` (all-to-all)."""
+    for target, source in zip(outputs, inputs, strict=True):
+        copy(target, source)
+
+
+def zero(outputs: Tensors) -> None:
+    """All outputs zero (receive)."""
+    for target in outputs:
+        target.detach().zero_()

@@ -1,0 +1,187 @@
+"""Where the ranks of a process group find each other: the control plane's key-value store as a ``dist.Store``.
+
+A TCPStore lives on one rank, dies with it, and its clients never reconnect. When this process has a control client,
+``env://`` and every inner group use the control plane instead, in a key space of their own per generation, so no rank
+is special. Without a client torch's own rendezvous is used, and groups cannot be rebuilt in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from holdfast.core.ids import Generation
+from holdfast.core.messages import KvReply
+from holdfast.errors import GroupError, UnsupportedError
+
+DEFAULT_TIMEOUT_S = 300.0
+WAIT_SLICE_S = 0.25
+"""Longest time that a blocking key wait ignores a fault."""
+
+_SCHEME = "env"
+
+
+class ControlClient(Protocol):
+    """What process groups need of :class:`holdfast.runtime.client.Client`."""
+
+    generation: Generation
+    rank: int
+    world_size: int
+
+    def kv(
+        self,
+        op: str,
+        keys: tuple[str, ...] = (),
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> KvReply: ...
+
+
+_find_client: Callable[[], ControlClient | None] = lambda: None  # noqa: E731
+
+
+def use_client(find: Callable[[], ControlClient | None]) -> None:
+    """Tell where the control client of this process is found (looked up at each use; may find None)."""
+    global _find_client
+    _find_client = find
+
+
+def control_client() -> ControlClient | None:
+    """The control client of this process, or None."""
+    return _find_client()
+
+
+def never() -> str:
+    """The stop predicate of a store that nothing stops."""
+    return ""
+
+
+class ControlStore(Store):
+    """A ``dist.Store`` over :meth:`ControlClient.kv`; every key gets ``prefix``.
+
+    Args:
+        client: the control client.
+        prefix: key space, e.g. ``g1.4/default.0/``.
+        stop: asked at least every ``WAIT_SLICE_S`` while waiting; non-empty ends the wait with :class:`GroupError`.
+
+    Raises (from its methods): GroupError when stopped, ``dist.DistStoreError`` on timeout.
+    """
+
+    def __init__(self, client: ControlClient, prefix: str, stop: Callable[[], str] = never) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._stop = stop
+        self._timeout_s = DEFAULT_TIMEOUT_S
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.kv("set", (self._key(key),), value=_as_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._client.kv("get", (self._key(key),)).value
+
+    def add(self, key: str, value: int) -> int:
+        return self._client.kv("add", (self._key(key),), amount=value).number
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._client.kv("append", (self._key(key),), value=_as_bytes(value))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.kv("check", tuple(map(self._key, keys))).ok
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._client.kv(
+            "compare_set",
+            (self._key(key),),
+            value=_as_bytes(desired_value),
+            expected=_as_bytes(expected_value),
+        ).value
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.kv("delete", (self._key(key),)).ok
+
+    def num_keys(self) -> int:
+        return self._client.kv("count", (self._prefix,)).number
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        names = tuple(map(self._key, keys))
+        while True:
+            if reason := self._stop():
+                raise GroupError(f"waiting for peers was stopped: {reason}")
+            left_s = deadline - time.monotonic()
+            if not self._client.kv("wait", names, timeout_s=max(0.0, min(WAIT_SLICE_S, left_s))).error:
+                return
+            if left_s <= 0:
+                raise dist.DistStoreError(f"no peer set {', '.join(names)} within {limit_s:g} s")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._client.kv("get", (self._key(key),)).value for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def clone(self) -> ControlStore:
+        return ControlStore(self._client, self._prefix, self._stop)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def install_rendezvous() -> None:
+    """Let ``env://`` give the control store whenever this process has a control client. Idempotent.
+
+    Raises: UnsupportedError when this torch has no handler table.
+    """
+    module = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # the attribute of that name is a function
+    handlers = getattr(module, "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict) or _SCHEME not in handlers:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows"
+        )
+    original = handlers[_SCHEME]
+    if getattr(original, "holdfast", False):
+        return
+
+    def handler(
+        url: str, timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S), **kwargs: object
+    ) -> Iterator[tuple[Store, int, int]]:
+        client = control_client()
+        if client is None:
+            yield from original(url, timeout=timeout, **kwargs)
+            return
+        store = ControlStore(client, f"g{client.generation}/world/")
+        store.set_timeout(timeout)
+        yield store, client.rank, client.world_size
+
+    handler.holdfast = True  # type: ignore[attr-defined]
+    handlers[_SCHEME] = handler
