@@ -1,0 +1,268 @@
+"""Directories of a checkpoint: durable writes, and reads that never leave the directory.
+
+Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the directory.
+All access goes through the descriptor of the opened directory and names without a slash, and no symbolic link is
+followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+
+Invariants:
+1. A name that does not start with a dot exists only with its complete, durable content.
+2. Files are 0600, directories 0700.
+3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
+   :class:`CheckpointInvalid`, both with the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
+
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9._-]{0,199}")
+TEMPORARY_PREFIX = ".tmp-"
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose another checkpoint directory",
+    errno.EDQUOT: "free some space, or choose another checkpoint directory",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or choose another checkpoint directory",
+    errno.EROFS: "choose a writable checkpoint directory",
+    errno.EACCES: "make the directory writable, or choose another one",
+    errno.EPERM: "make the directory writable, or choose another one",
+    errno.ENOTDIR: "choose a directory, not a file",
+}
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turn ``OSError`` into :class:`StoreWriteError` about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreWriteError(
+            f"cannot write {path}: {reason}", hint=_HINTS.get(error.errno or 0, "")
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointInvalid(f"{path}: does not exist") from error
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise CheckpointInvalid(f"{path}: is a symbolic link or not a directory") from error
+        raise CheckpointInvalid(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class Directory:
+    """An opened directory (a context manager). Names are plain file names inside it."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open an existing directory; a symbolic link as last component is refused.
+
+        Raises:
+            CheckpointInvalid: it does not exist, or is not a directory.
+        """
+        with reading(path):
+            return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+
+    @classmethod
+    def create(cls, root: Path | str, name: str) -> Self:
+        """Open ``root/name``, made (durably) where it is missing, together with ``root``.
+
+        Raises:
+            StoreWriteError: it cannot be made.
+        """
+        root, name = Path(root), _checked(name)
+        with writing(root / name):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(root / name, 0o700)
+                sync_directory(root)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            return cls(root / name, os.open(root / name, flags))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; twice is harmless."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def lock(self, *, shared: bool) -> bool:
+        """Mark the directory as being read (shared) or about to be removed; False when that is impossible now.
+
+        The mark is an advisory lock of this descriptor and ends with it. File systems without locks always say yes to
+        a reader and no to a remover.
+        """
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return shared
+        return True
+
+    def names(self) -> list[str]:
+        """Names of all entries, sorted; temporary files are left out.
+
+        Raises:
+            CheckpointInvalid: the directory cannot be read.
+        """
+        with reading(self.path):
+            return sorted(name for name in os.listdir(self.fd) if not name.startswith("."))
+
+    def exists(self, name: str) -> bool:
+        """True when an entry of this name exists (of whatever kind)."""
+        with reading(self.path / name):
+            try:
+                os.stat(_checked(name), dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def open_read(self, name: str) -> tuple[int, int]:
+        """Descriptor (the caller closes it) and size in bytes of a regular file.
+
+        Raises:
+            CheckpointInvalid: missing, a symbolic link, or not a regular file.
+        """
+        with reading(self.path / name):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(_checked(name), flags, dir_fd=self.fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise CheckpointInvalid(f"{self.path / name}: not a regular file")
+        return fd, status.st_size
+
+    def read(self, name: str, size_bytes_max: int, size_bytes: int | None = None) -> bytes:
+        """The content of a file, or its first ``size_bytes``.
+
+        Raises:
+            CheckpointInvalid: as :meth:`open_read`, or larger than ``size_bytes_max``.
+        """
+        fd, total = self.open_read(name)
+        try:
+            wanted = total if size_bytes is None else min(size_bytes, total)
+            if wanted > size_bytes_max:
+                raise CheckpointInvalid(f"{self.path / name}: {wanted} bytes; the limit is {size_bytes_max}")
+            buffer = bytearray(wanted)
+            read_at(fd, 0, [memoryview(buffer)], self.path / name)
+            return bytes(buffer)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: bytes, owner: str) -> None:
+        """Make a file appear whole and durable; the directory is synced too. ``owner`` makes the temporary unique.
+
+        Raises:
+            StoreWriteError: it cannot be written; nothing visible has changed.
+        """
+        with self.temporary(name, owner) as fd:
+            write_at(fd, 0, memoryview(data), self.path / name)
+        self.sync()
+
+    @contextlib.contextmanager
+    def temporary(self, name: str, owner: str) -> Iterator[int]:
+        """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
+
+        Raises:
+            StoreWriteError: it cannot be written; then the temporary file is gone.
+        """
+        hidden = f"{TEMPORARY_PREFIX}{_checked(owner)}-{_checked(name)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with writing(self.path / name):
+            fd = os.open(hidden, flags, 0o600, dir_fd=self.fd)
+        try:
+            yield fd
+            with writing(self.path / name):
+                os.fsync(fd)
+                os.rename(hidden, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error that is on its way matters more
+                os.unlink(hidden, dir_fd=self.fd)
+            raise
+        finally:
+            os.close(fd)
+
+    def sync(self) -> None:
+        """Make renames durable.
+
+        Raises:
+            StoreWriteError: the file system refused.
+        """
+        with writing(self.path):
+            os.fsync(self.fd)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory by path; ``OSError`` passes."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
+    """Write all of ``data`` at ``offset``.
+
+    Raises:
+        StoreWriteError: disk full, limit reached, input/output error.
+    """
+    with writing(path):
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+
+
+def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None:
+    """Fill ``buffers`` one after the other from ``offset`` on.
+
+    Raises:
+        CheckpointInvalid: the file ends too early, or an input/output error.
+    """
+    rest = [buffer for buffer in buffers if len(buffer)]
+    with reading(path):
+        while rest:
+            count = os.preadv(fd, rest[:IOVECS_MAX], offset)
+            if count == 0:
+                raise CheckpointInvalid(f"{path}: ends at byte {offset}")
+            offset += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest[0])
+                rest.pop(0)
+            if rest and count:
+                rest[0] = rest[0][count:]
+
+
+IOVECS_MAX = 512
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        raise StoreError(f"{name!r} is not a file name of a checkpoint")
+    return name

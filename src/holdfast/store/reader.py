@@ -1,0 +1,423 @@
+"""Loading: any stored layout into any other, straight into the caller's memory, every byte verified.
+
+Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
+stored box is read in extents, because an extent is what a digest covers. An extent that is contiguous in the target is
+read into place, others go through a scratch buffer. Adjacent extents are read by one call. An extent that fails its digest
+excludes its stored box, and what it should have given is asked from another copy.
+
+Invariants:
+1. When the call returns, every element of every target came from an extent whose digest matched.
+2. When it raises, the targets hold garbage: nobody may train on them.
+3. Extra memory: ``threads`` scratch buffers of one batch, and the manifests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
+from holdfast.store.files import Directory, read_at
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_range_boxes, subtract
+from holdfast.store.validity import Index, Stored, bad_extent, read_index
+from holdfast.store.values import decode_values
+
+BATCH_SIZE_BYTES = 16 * 1024 * 1024
+FILES_OPEN_MAX = 64
+DIFFERENCES_SHOWN = 10
+_WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
+    1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)
+}  # fmt: skip
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where a box goes: ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
+
+    fqn: str
+    box: Box
+    dtype: str
+    buffer: memoryview
+    shape: Shape
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did. ``healed`` are bad extents that another copy made up for, ``missing`` targets left untouched."""
+
+    save_id: SaveId
+    step: int
+    size_bytes: int
+    read_size_bytes: int
+    duration_s: float
+    healed: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+class _Read(msgspec.Struct):
+    """One extent to read: ``into`` is its place in a target, or None when it must be scattered to ``pieces``."""
+
+    stored: Stored
+    start: int
+    size_bytes: int
+    digest: str
+    parts: Sequence[Box]
+    pieces: Sequence[tuple[Target, Box]]
+    into: memoryview | None
+
+
+class _Bad(msgspec.Struct):
+    """A read that failed, with the line that names it."""
+
+    read: _Read
+    why: str
+
+
+def load_into(
+    path: Path | str,
+    targets: Iterable[Target],
+    *,
+    known: Iterable[str] = (),
+    optional: Sequence[str] = (),
+    threads: int = 4,
+) -> LoadReport:
+    """Fill the targets from the checkpoint in directory ``path``.
+
+    Args:
+        targets: what this rank wants; together with ``known`` it must name every tensor of the checkpoint.
+        known: names of tensors that other ranks load (pipeline stages, experts).
+        optional: name patterns (``fnmatch``) that may be missing on either side.
+        threads: reads in flight.
+
+    Raises:
+        CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
+        CheckpointMismatch: other names, shapes or dtypes; the first differences are listed, nothing was loaded.
+        StateError: a buffer does not fit its box.
+    """
+    started_s = time.perf_counter()
+    wanted = list(targets)
+    for target in wanted:
+        _check_target(target)
+    with Directory.open(path) as directory:
+        if not directory.lock(shared=True):
+            raise CheckpointInvalid(f"{directory.path}: is being removed")
+        index = read_index(directory)
+        missing = _compare(index.catalogue, wanted, known, optional, directory.path)
+        loader = _Loader(directory, index, threads)
+        loader.load([(t, t.box) for t in wanted if t.fqn not in missing and t.box.numel])
+    return LoadReport(
+        index.save_id, index.save_id.step, sum(len(t.buffer) for t in wanted if t.fqn not in missing),
+        loader.read_size_bytes, time.perf_counter() - started_s, tuple(loader.healed), tuple(sorted(missing)),
+    )  # fmt: skip
+
+
+def load_catalogue(path: Path | str) -> Catalogue:
+    """The catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    return _index(path).catalogue
+
+
+def load_values(path: Path | str) -> dict[str, object]:
+    """The values common to all ranks.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    index = _index(path)
+    manifest = index.manifests[min(index.manifests)]
+    return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
+
+
+def load_locals(path: Path | str, rank: int) -> dict[str, object]:
+    """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    index, key = _index(path), str(rank)
+    # A rank speaks for itself; only for one that could not write, another one's word counts.
+    order = sorted(index.manifests, key=lambda writer: (writer != rank, writer))
+    for writer in order:
+        found = index.manifests[writer].locals.get(key)
+        if found is not None:
+            return _object(bytes(found), f"{path}: locals of rank {rank}")
+    return {}
+
+
+def _index(path: Path | str) -> Index:
+    with Directory.open(path) as directory:
+        return read_index(directory)
+
+
+def _object(data: bytes, where: str) -> dict[str, object]:
+    value = decode_values(data, where)
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(f"{where}: not an object")
+    return value
+
+
+class _Loader:
+    """Reads regions of stored boxes into targets."""
+
+    def __init__(self, directory: Directory, index: Index, threads: int) -> None:
+        self.directory = directory
+        self.index = index
+        self.threads = threads
+        self.healed: list[str] = []
+        self.read_size_bytes = 0
+
+    def load(self, wanted: list[tuple[Target, Box]]) -> None:
+        """Fill the regions; bad extents are asked again from other copies until none is left."""
+        excluded: set[tuple[str, int]] = set()
+        why: dict[str, str] = {}
+        while wanted:
+            bad = self._execute(self._assign(wanted, excluded, why))
+            wanted = []
+            for failed in bad:
+                read = failed.read
+                excluded.add((read.stored.name, read.stored.record.start))
+                why.setdefault(read.stored.record.fqn, failed.why)
+                self.healed.append(failed.why)
+                wanted += [
+                    (target, common)
+                    for target, region in read.pieces
+                    for part in read.parts
+                    if (common := part.intersect(region)) is not None
+                ]
+
+    def _assign(
+        self, wanted: Sequence[tuple[Target, Box]], excluded: set[tuple[str, int]], why: Mapping[str, str]
+    ) -> list[_Read]:
+        """Choose stored boxes that cover each wanted region once, and cut them into reads."""
+        chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
+        for target, region in wanted:
+            rest = [region]
+            for stored in self.index.boxes.get(target.fqn, ()):
+                key = (stored.name, stored.record.start)
+                box = stored.record.box
+                hits = [common for part in rest if (common := part.intersect(box)) is not None]
+                if key in excluded or not hits:
+                    continue
+                chosen.setdefault(key, (stored, []))[1].extend((target, hit) for hit in hits)
+                rest = [piece for part in rest for piece in subtract(part, [box])]
+                if not rest:
+                    break
+            if rest:
+                cause = why.get(target.fqn, "no file holds it")
+                raise CheckpointInvalid(
+                    f"{self.directory.path}: no intact copy of {target.fqn}{rest[0]}: {cause}"
+                )
+        return [read for stored, pieces in chosen.values() for read in _reads(stored, pieces)]
+
+    def _execute(self, reads: list[_Read]) -> list[_Bad]:
+        """Perform the reads, batch by batch, a bounded number of files open at a time."""
+        reads.sort(key=lambda r: (r.stored.name, r.start))
+        files: dict[str, list[list[_Read]]] = {}
+        for batch in _batches(reads):
+            files.setdefault(batch[0].stored.name, []).append(batch)
+        bad: list[_Bad] = []
+        names = list(files)
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-read") as pool:
+            for first in range(0, len(names), FILES_OPEN_MAX):
+                work: list[tuple[int, Path, list[_Read]]] = []
+                opened: list[int] = []
+                try:
+                    for name in names[first : first + FILES_OPEN_MAX]:
+                        fd, _ = self.directory.open_read(name)
+                        opened.append(fd)
+                        work += [(fd, self.directory.path / name, batch) for batch in files[name]]
+                    for found in pool.map(_perform, work):
+                        bad += found
+                finally:
+                    for fd in opened:
+                        os.close(fd)
+        self.read_size_bytes += sum(read.size_bytes for read in reads)
+        return bad
+
+
+def _reads(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> list[_Read]:
+    """The extents of a stored box that the pieces need."""
+    record = stored.record
+    item = DTYPE_SIZE_BYTES[record.dtype]
+    single = len(record.digests) == 1
+    reads: list[_Read] = []
+    for start, size_bytes, digest in stored.extents():
+        first = (start - record.start) // item
+        if single:
+            parts = [record.box]
+        else:
+            parts = [
+                _shift(b, record.offsets)
+                for b in flat_range_boxes(record.sizes, first, first + size_bytes // item)
+            ]
+        needed = [(t, r) for t, r in pieces if any(part.intersect(r) is not None for part in parts)]
+        if not needed:
+            continue
+        into = None
+        if len(needed) == 1:
+            into = _place(record.box, first, size_bytes, item, *needed[0])
+        reads.append(_Read(stored, start, size_bytes, digest, parts, needed, into))
+    return reads
+
+
+def _place(
+    box: Box, first: int, size_bytes: int, item: int, target: Target, region: Box
+) -> memoryview | None:
+    """Where flat elements from ``first`` of a stored box lie in the target, if contiguous and wanted there."""
+    goal = target.box
+    differing = [
+        d for d in range(len(box.sizes)) if (box.offsets[d], box.sizes[d]) != (goal.offsets[d], goal.sizes[d])
+    ]
+    last = differing[-1] if differing else 0
+    if any(box.sizes[d] != 1 or goal.sizes[d] != 1 for d in differing[:-1]):
+        return None
+    if differing and any(box.sizes[d] != 1 for d in range(last)):
+        return None
+    start = first
+    if differing:
+        start += (box.offsets[last] - goal.offsets[last]) * prod(box.sizes[last + 1 :])
+    stop = start + size_bytes // item
+    if start < 0 or stop > goal.numel:
+        return None
+    if region != goal and not all(
+        region.contains(_shift(part, goal.offsets)) for part in flat_range_boxes(goal.sizes, start, stop)
+    ):
+        return None
+    return target.buffer[start * item : stop * item]
+
+
+def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
+    """Group reads of adjacent bytes of one file into single calls."""
+    batches: list[list[_Read]] = []
+    size_bytes = 0
+    for read in reads:
+        previous = batches[-1][-1] if batches else None
+        adjacent = (
+            previous is not None
+            and previous.stored.name == read.stored.name
+            and previous.start + previous.size_bytes == read.start
+            and size_bytes + read.size_bytes <= BATCH_SIZE_BYTES
+        )
+        if adjacent:
+            batches[-1].append(read)
+            size_bytes += read.size_bytes
+        else:
+            batches.append([read])
+            size_bytes = read.size_bytes
+    return batches
+
+
+def _perform(work: tuple[int, Path, list[_Read]]) -> list[_Bad]:
+    """Read one batch, verify every extent, scatter those that are not in place; returns the bad ones."""
+    fd, path, batch = work
+    scratch = memoryview(bytearray(sum(read.size_bytes for read in batch if read.into is None)))
+    buffers: list[memoryview] = []
+    used = 0
+    for read in batch:
+        if read.into is not None:
+            buffers.append(read.into)
+        else:
+            buffers.append(scratch[used : used + read.size_bytes])
+            used += read.size_bytes
+    try:
+        read_at(fd, batch[0].start, buffers, path)
+    except CheckpointInvalid as error:
+        return [_Bad(read, error.message) for read in batch]
+    bad: list[_Bad] = []
+    for read, buffer in zip(batch, buffers, strict=True):
+        if xxhash.xxh3_64_hexdigest(buffer) != read.digest:
+            bad.append(_Bad(read, bad_extent(path, read.stored.record, read.start, read.size_bytes)))
+        elif read.into is None:
+            _scatter(read, buffer)
+    return bad
+
+
+def _scatter(read: _Read, data: memoryview) -> None:
+    """Copy a verified extent to the regions that want it."""
+    word = _WORDS[DTYPE_SIZE_BYTES[read.stored.record.dtype]]
+    elements = np.frombuffer(data, dtype=word)
+    done = 0
+    for part in read.parts:
+        source = elements[done : done + part.numel].reshape(part.sizes)
+        done += part.numel
+        for target, region in read.pieces:
+            common = part.intersect(region)
+            if common is not None:
+                goal = np.frombuffer(target.buffer, dtype=word).reshape(target.box.sizes)
+                goal[_slices(common, target.box)] = source[_slices(common, part)]
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
+    )
+
+
+def _shift(box: Box, offsets: Shape) -> Box:
+    return Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.sizes)
+
+
+def _check_target(target: Target) -> None:
+    size_bytes = DTYPE_SIZE_BYTES.get(target.dtype, 0) * target.box.numel
+    if target.dtype not in DTYPE_SIZE_BYTES:
+        raise StateError(f"target {target.fqn!r}: unknown dtype {target.dtype!r}")
+    fits = target.buffer.nbytes == size_bytes and target.buffer.format == "B" and target.buffer.c_contiguous
+    if target.buffer.readonly or not fits:
+        raise StateError(
+            f"target {target.fqn!r}: needs a writable flat buffer of {size_bytes} bytes (format B), "
+            f"got {target.buffer.nbytes} bytes of format {target.buffer.format!r}"
+        )
+    if len(target.box.sizes) != len(target.shape) or not Box.whole(target.shape).contains(target.box):
+        raise StateError(f"target {target.fqn!r}: box {target.box} is outside {list(target.shape)}")
+
+
+def _compare(
+    catalogue: Catalogue,
+    targets: Sequence[Target],
+    known: Iterable[str],
+    optional: Sequence[str],
+    where: Path,
+) -> set[str]:
+    """Refuse another model's checkpoint; returns the names of optional targets that it does not have."""
+
+    def allowed(fqn: str) -> bool:
+        return any(fnmatchcase(fqn, pattern) for pattern in optional)
+
+    differences: list[str] = []
+    missing: set[str] = set()
+    wanted = {target.fqn for target in targets}
+    for target in {(t.fqn, t.shape, t.dtype): t for t in targets}.values():
+        stored = catalogue.by_fqn.get(target.fqn)
+        if stored is None:
+            missing.add(target.fqn)
+            if not allowed(target.fqn):
+                differences.append(f"missing: {target.fqn}")
+        elif (stored.shape, stored.dtype) != (target.shape, target.dtype):
+            differences.append(
+                f"mismatch: {target.fqn} is {stored.dtype} {list(stored.shape)} in the checkpoint, "
+                f"{target.dtype} {list(target.shape)} in the model"
+            )
+    named = wanted | set(known)
+    differences += [
+        f"unexpected: {t.fqn}" for t in catalogue.tensors if t.fqn not in named and not allowed(t.fqn)
+    ]
+    if differences:
+        shown = "\n  ".join(differences[:DIFFERENCES_SHOWN])
+        more = len(differences) - DIFFERENCES_SHOWN
+        raise CheckpointMismatch(
+            f"{where} is a checkpoint of another model ({len(differences)} differences):\n  {shown}"
+            + (f"\n  ... and {more} more" if more > 0 else ""),
+            hint="load it into the model that wrote it, or choose another checkpoint directory",
+        )
+    return missing

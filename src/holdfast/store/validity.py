@@ -1,0 +1,308 @@
+"""Is this a complete checkpoint? A pure function of the files in its directory.
+
+Theory. A checkpoint is valid when one save id and one catalogue bind all its manifests, every writer's manifest is
+there, and the boxes in intact files cover every tensor of the catalogue. The seal is only a cached answer: it is
+neither needed nor believed. The shallow check reads manifests, file sizes and headers; the deep check also hashes
+every extent.
+
+Invariants:
+1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
+2. Damage that copies make up for (``copies`` > 1) is listed but does not invalidate.
+3. No file outside the directory is touched and no link followed, whatever the manifests say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import CheckpointInvalid
+from holdfast.store import manifest as form
+from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, decode_header
+from holdfast.store.files import Directory, read_at
+from holdfast.store.layout import Catalogue
+from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
+from holdfast.store.plan import missing
+
+Progress = Callable[[int], object]
+
+
+def _quiet(_size_bytes: int) -> None:
+    """No progress wanted."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """One stored box: which file of the directory holds it, and how it is checked."""
+
+    rank: int
+    name: str
+    extent_size_bytes: int
+    record: BoxRecord
+
+    def extents(self) -> Iterator[tuple[int, int, str]]:
+        """(absolute offset, length in bytes, digest) of each extent."""
+        stop = self.record.start + self.record.size_bytes
+        for n, digest in enumerate(self.record.digests):
+            start = self.record.start + n * self.extent_size_bytes
+            yield start, min(self.extent_size_bytes, stop - start), digest
+
+
+class Index(msgspec.Struct, frozen=True):
+    """Everything that the JSON files of a valid checkpoint say, cross-checked."""
+
+    save_id: SaveId
+    catalogue: Catalogue
+    manifests: dict[int, RankManifest]
+    digests: dict[str, str]
+    boxes: dict[str, tuple[Stored, ...]]
+    damage: tuple[str, ...]
+    size_bytes: int
+
+
+class Validity(msgspec.Struct, frozen=True):
+    """The answer of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` everything that is broken."""
+
+    path: str
+    valid: bool
+    reason: str = ""
+    step: int = -1
+    save_id: SaveId | None = None
+    sealed: bool = False
+    deep: bool = False
+    world: int = 0
+    writers: tuple[int, ...] = ()
+    copies: int = 0
+    tensors: int = 0
+    size_bytes: int = 0
+    damage: tuple[str, ...] = ()
+
+
+def inspect(
+    path: Path | str, deep: bool = False, *, threads: int = 2, progress: Progress = _quiet
+) -> Validity:
+    """Judge the checkpoint in directory ``path`` from its files alone; never raises for a bad one.
+
+    Args:
+        deep: also read every tensor and compare its digests.
+        threads: extents read and hashed at the same time (deep only).
+        progress: called with the size in bytes of each extent after it was checked (deep only).
+    """
+    step = (form.attempt_key(Path(path).name) or (-1,))[0]
+    try:
+        with Directory.open(path) as directory:
+            index = read_index(directory)
+            damage = index.damage
+            if deep:
+                damage = (*damage, *check_contents(directory, index, threads, progress))
+            sealed, broken = _seal(directory, index)
+            damage = (*damage, *broken)
+    except CheckpointInvalid as error:
+        return Validity(str(path), False, error.message, step, deep=deep, damage=(error.message,))
+    some = next(iter(index.manifests.values()))
+    return Validity(
+        str(path), True, "", index.save_id.step, index.save_id, sealed, deep, some.world, some.writers,
+        some.copies, len(index.catalogue.tensors), index.size_bytes, damage,
+    )  # fmt: skip
+
+
+def read_index(directory: Directory) -> Index:
+    """Read and cross-check all JSON files, file sizes and headers of a checkpoint.
+
+    Raises:
+        CheckpointInvalid: the first broken rule, with the file's path.
+    """
+    where = directory.path
+    names = directory.names()
+    catalogue = form.decode_catalogue(
+        directory.read(form.CATALOGUE_NAME, form.MANIFEST_SIZE_BYTES_MAX), str(where / form.CATALOGUE_NAME)
+    )
+    manifests: dict[int, RankManifest] = {}
+    digests: dict[str, str] = {}
+    for name in names:
+        rank = form.rank_of_name(name)
+        if rank is not None:
+            data = directory.read(name, form.MANIFEST_SIZE_BYTES_MAX)
+            manifests[rank], digests[name] = form.decode_manifest(data, str(where / name))
+    if not manifests:
+        raise CheckpointInvalid(f"{where}: no rank has finished its share")
+    first = next(iter(manifests.values()))
+    for rank, manifest in manifests.items():
+        _check_agreement(rank, manifest, first, catalogue, directory)
+    for rank in first.writers:
+        if rank not in manifests:
+            raise CheckpointInvalid(
+                f"{where / form.rank_name(rank)}: missing; rank {rank} did not finish its share"
+            )
+    damage: list[str] = []
+    boxes: dict[str, list[Stored]] = {}
+    for rank, manifest in manifests.items():
+        intact = [_intact(directory, entry, damage) for entry in manifest.files]
+        for record in manifest.tensors:
+            _check_known(record, catalogue, where / form.rank_name(rank))
+            if intact[record.file]:
+                stored = Stored(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
+                boxes.setdefault(record.fqn, []).append(stored)
+    index = Index(
+        first.save_id, catalogue, manifests, digests, {fqn: tuple(s) for fqn, s in boxes.items()}, tuple(damage),
+        sum(entry.size_bytes for m in manifests.values() for entry in m.files),
+    )  # fmt: skip
+    check_coverage(index, where)
+    return index
+
+
+def seal_of(index: Index) -> bytes:
+    """The only content that the seal of this checkpoint may have."""
+    return form.encode_seal(index.save_id, index.catalogue.digest, index.digests)
+
+
+def _seal(directory: Directory, index: Index) -> tuple[bool, list[str]]:
+    """Is there a seal, and what is wrong with it?"""
+    if not directory.exists(form.SEAL_NAME):
+        return False, []
+    if directory.read(form.SEAL_NAME, form.MANIFEST_SIZE_BYTES_MAX) == seal_of(index):
+        return True, []
+    return False, [f"{directory.path / form.SEAL_NAME}: does not match the manifests"]
+
+
+def check_coverage(index: Index, where: Path) -> None:
+    """Refuse a checkpoint whose intact boxes leave a hole in a tensor of the catalogue.
+
+    Raises:
+        CheckpointInvalid: names the damage behind the hole, or the hole.
+    """
+    absent = index.catalogue.absent
+    if absent:
+        raise CheckpointInvalid(f"{where / form.CATALOGUE_NAME}: no layout of rank(s) {list(absent)[:8]}")
+    for tensor in index.catalogue.tensors:
+        holes = missing(tensor.shape, [s.record.box for s in index.boxes.get(tensor.fqn, ())])
+        if holes:
+            cause = f" ({index.damage[0]})" if index.damage else ""
+            raise CheckpointInvalid(f"{where}: no intact copy of {tensor.fqn}{holes[0]}{cause}")
+
+
+def check_contents(directory: Directory, index: Index, threads: int, progress: Progress) -> tuple[str, ...]:
+    """Hash every extent of every intact file; returns what is damaged.
+
+    Raises:
+        CheckpointInvalid: what is left does not cover the catalogue.
+    """
+    by_file: dict[str, list[Stored]] = {}
+    for stored in (s for boxes in index.boxes.values() for s in boxes):
+        by_file.setdefault(stored.name, []).append(stored)
+    damage: list[str] = []
+    bad: set[int] = set()
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-verify") as pool:
+        for name, boxes in sorted(by_file.items()):
+            fd, size_bytes = directory.open_read(name)
+            try:
+                damage += _check_header(directory, fd, name, size_bytes, boxes)
+
+                def check(stored: Stored, fd: int = fd, path: Path = directory.path / name) -> list[str]:
+                    return bad_extents(fd, path, stored, progress)
+
+                for stored, found in zip(boxes, pool.map(check, boxes), strict=True):
+                    damage += found
+                    if found:
+                        bad.add(id(stored))
+            finally:
+                os.close(fd)
+    if damage:
+        left = {fqn: tuple(s for s in boxes if id(s) not in bad) for fqn, boxes in index.boxes.items()}
+        check_coverage(msgspec.structs.replace(index, boxes=left, damage=tuple(damage)), directory.path)
+    return tuple(damage)
+
+
+def bad_extents(fd: int, path: Path, stored: Stored, progress: Progress = _quiet) -> list[str]:
+    """Read and hash the extents of one stored box; returns one line per bad one.
+
+    Raises:
+        CheckpointInvalid: the file cannot be read.
+    """
+    found: list[str] = []
+    buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
+    for start, size_bytes, digest in stored.extents():
+        read_at(fd, start, [buffer[:size_bytes]], path)
+        if xxhash.xxh3_64_hexdigest(buffer[:size_bytes]) != digest:
+            found.append(bad_extent(path, stored.record, start, size_bytes))
+        progress(size_bytes)
+    return found
+
+
+def bad_extent(path: Path, record: BoxRecord, start: int, size_bytes: int) -> str:
+    """The line that names a bad extent."""
+    return f"{path}: bytes {start}:{start + size_bytes} of {record.fqn}{record.box} do not match their digest"
+
+
+def _check_agreement(
+    rank: int, manifest: RankManifest, first: RankManifest, catalogue: Catalogue, directory: Directory
+) -> None:
+    """One manifest against its name, the others, the catalogue and the directory."""
+    where = directory.path / form.rank_name(rank)
+    key = form.attempt_key(directory.path.name)
+    if manifest.rank != rank:
+        raise CheckpointInvalid(f"{where}: is the manifest of rank {manifest.rank}")
+    if manifest.save_id != first.save_id or (key and manifest.save_id.directory() != directory.path.name):
+        raise CheckpointInvalid(f"{where}: belongs to another save ({manifest.save_id.directory()})")
+    if manifest.catalogue != catalogue.digest:
+        raise CheckpointInvalid(f"{where}: was written for another catalogue")
+    if (manifest.world, manifest.copies, manifest.writers) != (catalogue.world, first.copies, first.writers):
+        raise CheckpointInvalid(f"{where}: disagrees with {form.rank_name(first.rank)} about the writers")
+    if any(a >= b for a, b in pairwise(manifest.writers)) or not catalogue.ranks.issuperset(manifest.writers):
+        raise CheckpointInvalid(f"{where}: its writers are not ranks of the catalogue, ascending")
+
+
+def _check_known(record: BoxRecord, catalogue: Catalogue, where: Path) -> None:
+    tensor = catalogue.by_fqn.get(record.fqn)
+    if tensor is None or (tensor.dtype, tensor.shape) != (record.dtype, record.shape):
+        raise CheckpointInvalid(f"{where}: tensor {record.fqn!r} is not that of the catalogue")
+
+
+def _intact(directory: Directory, entry: FileEntry, damage: list[str]) -> bool:
+    """True when a shard file has its size and header; else the damage is noted."""
+    path = directory.path / entry.name
+    try:
+        fd, size_bytes = directory.open_read(entry.name)
+        try:
+            if size_bytes != entry.size_bytes:
+                damage.append(f"{path}: {size_bytes} bytes in place of {entry.size_bytes}")
+                return False
+            if entry.header_size_bytes > HEADER_SIZE_BYTES_MAX:
+                damage.append(f"{path}: header of {entry.header_size_bytes} bytes")
+                return False
+            head = bytearray(entry.header_size_bytes)
+            read_at(fd, 0, [memoryview(head)], path)
+        finally:
+            os.close(fd)
+    except CheckpointInvalid as error:
+        damage.append(error.message)
+        return False
+    if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
+        damage.append(f"{path}: header does not match its digest (flipped, or a file of another save)")
+        return False
+    return True
+
+
+def _check_header(
+    directory: Directory, fd: int, name: str, size_bytes: int, boxes: Sequence[Stored]
+) -> list[str]:
+    """The safetensors header against the manifest: other programs must read what we would."""
+    path = directory.path / name
+    prefix = bytearray(8)
+    read_at(fd, 0, [memoryview(prefix)], path)
+    length = min(8 + int.from_bytes(prefix, "little"), size_bytes, HEADER_SIZE_BYTES_MAX)
+    head = bytearray(length)
+    read_at(fd, 0, [memoryview(head)], path)
+    try:
+        header = decode_header(bytes(head), size_bytes, str(path))
+    except CheckpointInvalid as error:
+        return [error.message]
+    found = {(t.fqn, t.dtype, t.shape, t.start) for t in header.tensors}
+    wanted = {(s.record.fqn, s.record.dtype, s.record.sizes, s.record.start) for s in boxes}
+    return [] if found == wanted else [f"{path}: header and manifest disagree about its tensors"]

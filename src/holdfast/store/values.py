@@ -1,0 +1,148 @@
+"""Python values as JSON, exactly: what goes in comes out equal and of the same type, or is refused by its key path.
+
+Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON keeps
+most of them; what it cannot say is tagged by an object with one key that starts with ``$``: tuples, bytes, non-finite
+floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name is ever looked
+up, so reading executes nothing.
+
+Invariants:
+1. ``decode_values(encode_values(x))`` equals ``x`` with the same types (OrderedDict becomes dict, float64 float).
+2. Everything else raises :class:`StateError` that names the place, e.g. ``values['scheduler']['fn']``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections import Counter, OrderedDict
+from enum import Enum
+from typing import NoReturn
+
+import msgspec
+
+from holdfast.errors import CheckpointInvalid, StateError
+
+VALUES_SIZE_BYTES_MAX = 16 * 1024 * 1024
+DEPTH_MAX = 64
+
+
+def encode_values(value: object, where: str = "values") -> bytes:
+    """Compact JSON of a tree of plain values; ``where`` names its root in errors.
+
+    Raises:
+        StateError: a value that cannot be saved (names it), or more than ``VALUES_SIZE_BYTES_MAX``.
+    """
+    data = msgspec.json.encode(_tagged(value, where, 0))
+    if len(data) > VALUES_SIZE_BYTES_MAX:
+        raise StateError(
+            f"{where} takes {len(data)} bytes as JSON; the limit is {VALUES_SIZE_BYTES_MAX}",
+            hint="keep large state in tensors",
+        )
+    return data
+
+
+def decode_values(data: bytes, where: str = "values") -> object:
+    """Inverse of :func:`encode_values`.
+
+    Raises:
+        CheckpointInvalid: not such JSON; names the broken rule.
+    """
+    if len(data) > VALUES_SIZE_BYTES_MAX:
+        raise CheckpointInvalid(f"{where}: {len(data)} bytes of JSON; the limit is {VALUES_SIZE_BYTES_MAX}")
+    try:
+        return json.loads(data, object_pairs_hook=_untagged)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointInvalid(f"{where}: {error}") from error
+
+
+def _tagged(value: object, where: str, depth: int) -> object:
+    """JSON-able form of ``value``."""
+    if depth > DEPTH_MAX:
+        raise StateError(f"{where} is nested deeper than {DEPTH_MAX} levels (a cycle?)")
+    if isinstance(value, Enum):
+        _refuse(value, where)
+    if value is None or isinstance(value, bool | str):
+        return _plain_text(value, where) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else {"$int": str(int(value))}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is list:
+        return [_tagged(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [_tagged(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
+    if type(value) in (dict, OrderedDict, Counter):
+        assert isinstance(value, dict)
+        tag = "$counter" if type(value) is Counter else "$map"
+        if tag == "$map" and all(type(k) is str and not k.startswith("$") for k in value):
+            return {_plain_text(k, where): _tagged(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+        return {
+            tag: [
+                [_tagged(k, f"key of {where}", depth + 1), _tagged(v, f"{where}[{k!r}]", depth + 1)]
+                for k, v in value.items()
+            ]
+        }
+    _refuse(value, where)
+
+
+def _plain_text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise StateError(f"{where} holds text that is not valid Unicode") from None
+    return str(value)
+
+
+def _refuse(value: object, where: str) -> NoReturn:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise StateError(
+        f"{where} is a {kind}: it cannot be saved without executing code when it is loaded",
+        hint="offer it as a tensor or as plain values (numbers, text, bytes, lists, tuples, dicts)",
+    )
+
+
+def _untagged(pairs: list[tuple[str, object]]) -> object:
+    """Object hook: a tagged object becomes its value; duplicate keys are refused."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate key")
+    if len(pairs) != 1 or not pairs[0][0].startswith("$"):
+        if any(key.startswith("$") for key in result):
+            raise ValueError("a tag among other keys")
+        return result
+    tag, content = pairs[0]
+    if tag in ("$int", "$float", "$bytes"):
+        return _scalar(tag, content)
+    if not isinstance(content, list):
+        raise ValueError(f"{tag} without a list")
+    if tag == "$tuple":
+        return tuple(content)
+    if tag in ("$map", "$counter"):
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in content):
+            raise ValueError(f"{tag} is not a list of pairs")
+        items = dict(content)
+        if len(items) != len(content):
+            raise ValueError("duplicate key")
+        return Counter(items) if tag == "$counter" else items
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _scalar(tag: str, content: object) -> object:
+    if not isinstance(content, str):
+        raise ValueError(f"{tag} without a text")
+    if tag == "$int":
+        if len(content) > 4000:
+            raise ValueError("$int of more than 4000 digits")
+        return int(content)
+    if tag == "$float":
+        if content not in ("nan", "inf", "-inf"):
+            raise ValueError("$float is none of nan, inf, -inf")
+        return float(content)
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"$bytes: {error}") from error

@@ -1,0 +1,291 @@
+"""Writing one rank's share of a checkpoint, without any word to the other ranks.
+
+Theory. The plan says what this rank writes. Tensors first, then the manifest that names them: a rank's share exists
+when its manifest does. Whoever finds all manifests in place proves the checkpoint valid from its files and writes the
+seal; several ranks may do so at once, because the seal is a pure function of the files.
+
+Invariants:
+1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, seal.
+2. Nothing that a manifest names is ever written again: a finished share is compared, never replaced.
+3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import CheckpointInvalid, StateError, StoreError, StoreWriteError
+from holdfast.store import manifest as form
+from holdfast.store.codec import dcp_metadata, encode_header
+from holdfast.store.files import Directory, write_at
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, RankManifest
+from holdfast.store.plan import Plan, WriteItem
+from holdfast.store.validity import read_index, seal_of
+from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
+
+
+class TensorSource(Protocol):
+    """Gives the bytes of the boxes that this rank declared."""
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """C-contiguous bytes of exactly this box; they must not change before the save returns."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a rank wrote. ``sealed``: it saw all shares and the checkpoint is proved complete."""
+
+    sealed: bool
+    size_bytes: int
+    duration_s: float
+    files: tuple[str, ...]
+
+
+def write_share(
+    root: Path | str,
+    save_id: SaveId,
+    catalogue: Catalogue,
+    plan: Plan,
+    rank: int,
+    source: TensorSource,
+    values: Mapping[str, object],
+    locals_: Mapping[int, object],
+    *,
+    threads: int = 1,
+) -> Written:
+    """Write what ``plan`` gives to ``rank`` below ``root``, durably, and seal the checkpoint when it is complete.
+
+    Calling it again for the same save is harmless: a finished share is compared and kept.
+
+    Args:
+        values: plain values common to all ranks (see ``values.py``).
+        locals_: plain values of single ranks: this one's, and those of the dead that it speaks for.
+        threads: extents hashed and written at the same time.
+
+    Raises:
+        StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
+        StoreWriteError: disk full, read-only, ...; no manifest appears, so nothing half-written is ever valid.
+    """
+    started_s = time.perf_counter()
+    if not plan.complete:
+        raise StateError(f"no complete checkpoint can be written: {plan.why_incomplete()}")
+    if rank not in plan.sources:
+        raise StateError(f"rank {rank} is not among the writers {list(plan.sources)} of {save_id}")
+    common, own = _encode_all(values, locals_)
+    with Directory.create(root, save_id.directory()) as directory:
+        _put_catalogue(directory, catalogue, rank)
+        share = _Share(directory, save_id, catalogue, source, rank, threads)
+        done = directory.exists(form.rank_name(rank))
+        groups = _files(plan.items(rank), catalogue)
+        files, records = share.measure(groups) if done else share.write(groups)
+        manifest = RankManifest(
+            form.FORMAT_VERSION, save_id, rank, catalogue.world, catalogue.digest, plan.sources, plan.copies,
+            EXTENT_SIZE_BYTES, tuple(files), tuple(records), common, own,
+        )  # fmt: skip
+        data = form.wrap(msgspec.json.encode(manifest))
+        if done:
+            _check_same(directory, rank, data)
+        else:
+            directory.sync()
+            directory.write(form.rank_name(rank), data, f"r{rank:05d}")
+        sealed = try_seal(directory, plan.sources, f"r{rank:05d}")
+    size_bytes = len(data) + sum(entry.size_bytes for entry in files)
+    names = (*(entry.name for entry in files), form.rank_name(rank))
+    return Written(sealed, size_bytes, time.perf_counter() - started_s, names)
+
+
+def try_seal(directory: Directory, writers: Sequence[int], owner: str) -> bool:
+    """Write the seal when all manifests are there and prove full coverage; True when it stands.
+
+    Raises:
+        StoreWriteError: the seal could not be written.
+    """
+    names = set(directory.names())
+    if any(form.rank_name(rank) not in names for rank in writers):
+        return False
+    try:
+        index = read_index(directory)
+    except CheckpointInvalid as error:
+        raise StoreWriteError(
+            f"all shares of {directory.path.name} are written, but: {error.message}"
+        ) from error
+    data = seal_of(index)
+    if not directory.exists(form.SEAL_NAME) or _read(directory, form.SEAL_NAME) != data:
+        directory.write(form.SEAL_NAME, data, owner)
+    return True
+
+
+class _Share:
+    """Writes (or only measures) the shard files of one rank."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        save_id: SaveId,
+        catalogue: Catalogue,
+        source: TensorSource,
+        rank: int,
+        threads: int,
+    ) -> None:
+        self.directory = directory
+        self.save_name = save_id.directory()
+        self.catalogue = catalogue
+        self.source = source
+        self.rank = rank
+        self.threads = threads
+
+    def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
+        """Write one file per group; returns what the manifest says about them."""
+        files: list[FileEntry] = []
+        records: list[BoxRecord] = []
+        for index, items in enumerate(groups):
+            name = form.shard_name(self.rank, index)
+            path = self.directory.path / name
+            with self.directory.temporary(name, f"r{self.rank:05d}") as fd:
+
+                def put(offset: int, data: memoryview, fd: int = fd, path: Path = path) -> None:
+                    write_at(fd, offset, data, path)
+
+                self._pass_over(index, items, put, files, records)
+        return files, records
+
+    def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
+        """What :meth:`write` would return, without writing."""
+        files: list[FileEntry] = []
+        records: list[BoxRecord] = []
+        for index, items in enumerate(groups):
+            self._pass_over(index, items, lambda _offset, _data: None, files, records)
+        return files, records
+
+    def _pass_over(
+        self,
+        index: int,
+        items: Sequence[WriteItem],
+        put: Callable[[int, memoryview], None],
+        files: list[FileEntry],
+        records: list[BoxRecord],
+    ) -> None:
+        """Hash every extent of one file and hand it to ``put``."""
+        tensors = self.catalogue.by_fqn
+        shapes = [(item.fqn, tensors[item.fqn].dtype, item.part.sizes) for item in items]
+        head, header = encode_header(shapes, dcp_metadata({i.fqn: i.part for i in items}, self.save_name))
+        put(0, memoryview(head))
+        extents: list[tuple[int, memoryview]] = []
+        counts: list[int] = []
+        for item, place in zip(items, header.tensors, strict=True):
+            pieces = list(_extents(self._bytes_of(item)))
+            counts.append(len(pieces))
+            extents += [(place.start + n * EXTENT_SIZE_BYTES, piece) for n, piece in enumerate(pieces)]
+
+        def run(extent: tuple[int, memoryview]) -> str:
+            digest = xxhash.xxh3_64_hexdigest(extent[1])
+            put(*extent)
+            return digest
+
+        if self.threads > 1 and len(extents) > 1:
+            with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-write") as pool:
+                digests = iter(list(pool.map(run, extents)))
+        else:
+            digests = iter([run(extent) for extent in extents])
+        end = header.tensors[-1].stop if header.tensors else header.data_start
+        name = form.shard_name(self.rank, index)
+        files.append(FileEntry(name, end, len(head), xxhash.xxh3_64_hexdigest(head)))
+        for item, place, count in zip(items, header.tensors, counts, strict=True):
+            records.append(
+                BoxRecord(
+                    item.fqn,
+                    place.dtype,
+                    tensors[item.fqn].shape,
+                    item.part.offsets,
+                    item.part.sizes,
+                    index,
+                    place.start,
+                    tuple(next(digests) for _ in range(count)),
+                )
+            )
+
+    def _bytes_of(self, item: WriteItem) -> memoryview:
+        """The bytes of one part."""
+        if item.part.numel == 0:
+            return memoryview(b"")
+        item_size_bytes = DTYPE_SIZE_BYTES[self.catalogue.by_fqn[item.fqn].dtype]
+        data = memoryview(self.source.view(item.fqn, item.box)).cast("B")
+        if len(data) != item.box.numel * item_size_bytes:
+            raise StateError(
+                f"tensor {item.fqn!r}: {len(data)} bytes offered for box {item.box}, "
+                f"which has {item.box.numel * item_size_bytes}"
+            )
+        start, stop = item.byte_range(item_size_bytes)
+        return data[start:stop]
+
+
+def _files(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
+    """Deal items to files (invariant 3); wide elements first inside a file, so that all stay aligned."""
+    groups: list[list[WriteItem]] = []
+    seen: dict[str, int] = {}
+    for item in items:
+        index = seen.get(item.fqn, 0)
+        seen[item.fqn] = index + 1
+        if index == len(groups):
+            groups.append([])
+        groups[index].append(item)
+    for group in groups:
+        group.sort(key=lambda i: (-DTYPE_SIZE_BYTES[catalogue.by_fqn[i.fqn].dtype], i.fqn))
+    return groups
+
+
+def _extents(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), EXTENT_SIZE_BYTES):
+        yield data[start : start + EXTENT_SIZE_BYTES]
+
+
+def _encode_all(
+    values: Mapping[str, object], locals_: Mapping[int, object]
+) -> tuple[msgspec.Raw, dict[str, msgspec.Raw]]:
+    common = msgspec.Raw(encode_values(dict(values)))
+    own = {
+        str(rank): msgspec.Raw(encode_values(value, f"locals of rank {rank}"))
+        for rank, value in sorted(locals_.items())
+    }
+    size_bytes = len(bytes(common)) + sum(len(bytes(data)) for data in own.values())
+    if size_bytes > VALUES_SIZE_BYTES_MAX:
+        raise StateError(
+            f"values and locals take {size_bytes} bytes as JSON; the limit is {VALUES_SIZE_BYTES_MAX}",
+            hint="keep large state in tensors",
+        )
+    return common, own
+
+
+def _put_catalogue(directory: Directory, catalogue: Catalogue, rank: int) -> None:
+    """Write the catalogue unless it is there; one that differs means that the ranks disagree."""
+    data = form.wrap(catalogue.to_json())
+    if not directory.exists(form.CATALOGUE_NAME):
+        directory.write(form.CATALOGUE_NAME, data, f"r{rank:05d}")
+    elif _read(directory, form.CATALOGUE_NAME) != data:
+        raise StoreWriteError(
+            f"{directory.path}: holds another catalogue (the ranks disagree about the layout, or another "
+            "job uses the same run id and root)"
+        )
+
+
+def _check_same(directory: Directory, rank: int, data: bytes) -> None:
+    if _read(directory, form.rank_name(rank)) != data:
+        raise StoreWriteError(
+            f"{directory.path}: rank {rank} has already written other content under this save id",
+            hint="use another checkpoint directory or run id: an attempt is never overwritten",
+        )
+
+
+def _read(directory: Directory, name: str) -> bytes:
+    try:
+        return directory.read(name, form.MANIFEST_SIZE_BYTES_MAX)
+    except StoreError as error:
+        raise StoreWriteError(error.message) from error
