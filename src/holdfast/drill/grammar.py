@@ -1,0 +1,143 @@
+"""What ``--fault`` says, as data (pure).
+
+    KIND:rank=R@step=N[,phase=P]        one fault
+    KIND:rank=R@every=N[,phase=P]       one after every N steps
+
+KIND is ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script) or ``exit``
+(``os._exit(1)``). R is a rank, ``random``, or several joined by ``+`` (killed at once). P is a phase of the step, or
+``random``. A kill without a phase comes at a random moment of the step, whatever the worker does then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from holdfast.errors import UnsupportedError, UsageError
+
+Kind = Literal["kill", "exception", "exit"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PHASES = ("forward", "backward", "vote", "update", "commit", "save")
+STEP_PHASES = PHASES[:-1]
+"""Phases that every step has; ``save`` comes only where the script saves."""
+MOMENT = "moment"
+"""A random moment of the step, chosen by a delay and not by a phase."""
+EXAMPLE = "kill:rank=2@step=20"
+
+
+@dataclass(frozen=True)
+class FaultSpec:
+    """One ``--fault`` as typed. ``ranks`` is empty for a random one; ``phase`` is empty when none was given."""
+
+    text: str
+    kind: Kind
+    ranks: tuple[int, ...]
+    step: int
+    every: bool
+    phase: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault to inject: at ``phase`` (or ``moment``) of the first step from ``step`` on."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    step: int
+    phase: str
+
+    def __str__(self) -> str:
+        ranks = "+".join(map(str, self.ranks))
+        where = "" if self.phase == MOMENT else f",phase={self.phase}"
+        return f"{self.kind}:rank={ranks}@step={self.step}{where}"
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """Read one ``--fault``.
+
+    Raises:
+        UsageError: it does not follow the grammar; names the part.
+        UnsupportedError: a kind of fault that this version does not inject.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "stop":
+        raise UnsupportedError(
+            f"--fault {text}: a stopped (hanging) worker is not detected by this version",
+            hint=f"--fault {EXAMPLE}",
+        )
+    if kind not in KINDS:
+        raise _wrong(text, f"unknown kind {kind!r}: one of {', '.join(KINDS)}")
+    fields: dict[str, str] = {}
+    for part in rest.replace("@", ",").split(","):
+        key, equals, value = part.partition("=")
+        if not equals or key not in ("rank", "step", "every", "phase") or key in fields:
+            raise _wrong(text, f"cannot read {part!r}: rank=, step= or every=, phase=, each once")
+        fields[key] = value
+    if ("step" in fields) == ("every" in fields):
+        raise _wrong(text, "needs step=N or every=N")
+    every = "every" in fields
+    phase = fields.get("phase", "")
+    if phase and phase not in (*PHASES, "random"):
+        raise _wrong(text, f"unknown phase {phase!r}: one of {', '.join(PHASES)}, random")
+    ranks = _ranks(text, fields.get("rank", "random"))
+    if len(ranks) > 1 and kind != "kill":
+        raise _wrong(text, "several ranks can only be killed")
+    step = _whole(text, fields["every" if every else "step"])
+    if every and step == 0:
+        raise _wrong(text, "every=0")
+    return FaultSpec(text, _kind(kind), ranks, step, every, phase)
+
+
+def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[Fault]:
+    """The faults in the order of their steps; what is random is drawn from ``seed``.
+
+    Raises:
+        UsageError: a rank or a step that the run does not have.
+    """
+    draw = random.Random(seed)
+    faults: list[Fault] = []
+    for spec in specs:
+        if any(rank >= world_size for rank in spec.ranks):
+            raise _wrong(spec.text, f"the run has ranks 0 to {world_size - 1} (--nproc {world_size})")
+        if spec.step >= steps:
+            raise _wrong(spec.text, f"the run ends at step {steps} (--steps): the fault would never come")
+        places = range(spec.step, steps, spec.step) if spec.every else (spec.step,)
+        for step in places:
+            ranks = spec.ranks or (draw.randrange(world_size),)
+            faults.append(Fault(spec.kind, ranks, step, _phase(spec, draw)))
+    return sorted(faults, key=lambda fault: fault.step)
+
+
+def _phase(spec: FaultSpec, draw: random.Random) -> str:
+    if spec.phase in PHASES:
+        return spec.phase
+    if spec.phase == "random" or spec.kind != "kill":
+        return draw.choice(STEP_PHASES)
+    return MOMENT
+
+
+def _kind(text: str) -> Kind:
+    return next(kind for kind in KINDS if kind == text)
+
+
+def _ranks(text: str, value: str) -> tuple[int, ...]:
+    if value == "random":
+        return ()
+    ranks = tuple(_whole(text, part) for part in value.split("+"))
+    if len(set(ranks)) != len(ranks):
+        raise _wrong(text, "names a rank twice")
+    return ranks
+
+
+def _whole(text: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise _wrong(text, f"{value!r} is not a number")
+    return int(value)
+
+
+def _wrong(text: str, what: str) -> UsageError:
+    return UsageError(
+        f"--fault {text}: {what}", hint=f"for example --fault {EXAMPLE}, or kill:rank=random@every=30"
+    )

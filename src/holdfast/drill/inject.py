@@ -1,0 +1,267 @@
+"""The fault injector: a process of its own that kills workers of a run.
+
+It shares nothing with the run but files: it reads the status pages and the event log, and sends SIGKILL. A fault at a
+named phase is a trap on the victim's page: the victim stops there (``hold``) until the kill comes from here, or raises
+or exits by itself. A fault at a random moment is a kill after a random delay, wherever the victim is then.
+
+What really happened is written as JSON lines: the moment (CLOCK_MONOTONIC), and the page of the victim after its death.
+
+``python -m holdfast.drill.inject RUN_DIRECTORY PLAN.json OUT.jsonl``
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from holdfast import journal
+from holdfast.core.page import Phase, TrapAction, Word, pack_trap
+from holdfast.drill.grammar import MOMENT, Fault
+from holdfast.errors import ProtocolError
+from holdfast.runtime.page import Page
+
+POLL_S = 0.0005
+HELD_S_MAX = 0.01
+FIRST_STEP_S = 0.05
+ACTIONS = {"kill": TrapAction.HOLD, "exception": TrapAction.RAISE, "exit": TrapAction.EXIT}
+GONE = (Phase.FINISHED, Phase.LEFT)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to inject, in order; ``seed`` draws the delays."""
+
+    faults: tuple[Fault, ...]
+    seed: int
+    world_size: int
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """One fault that happened. ``phase`` and ``step`` are what the first victim's page showed at its death.
+
+    ``committed_step`` is the highest step that any page of the run proved as committed just before.
+    """
+
+    number: int
+    kind: str
+    ranks: tuple[int, ...]
+    members: tuple[int, ...]
+    asked_phase: str
+    phase: str
+    step: int
+    committed_step: int
+    moment_ns: int
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The page of one living worker."""
+
+    path: Path
+    member: int
+    rank: int
+    pid: int
+
+
+class Run:
+    """The run as seen from outside.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._events = journal.Follower(directory / "events.jsonl")
+        self.resumed_s: list[float] = []
+        self.ended = False
+
+    def poll(self) -> None:
+        """Read new events."""
+        for event in self._events.poll():
+            if event.kind == "resumed":
+                self.resumed_s.append(event.t_mono)
+            elif event.kind == "run_ended":
+                self.ended = True
+
+    def workers(self) -> dict[int, Seen]:
+        """Living workers by rank."""
+        found: dict[int, Seen] = {}
+        for path in (self.directory / "pages").glob("page-*"):
+            try:
+                page = Page.open(path)
+            except (OSError, ProtocolError):
+                continue  # removed, or not complete yet: the next poll tells
+            with closing(page):
+                seen = Seen(path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
+                newer = seen.rank not in found or seen.member > found[seen.rank].member
+                if newer and seen.pid > 0 and _alive(seen.pid) and page.state()[1] not in GONE:
+                    found[seen.rank] = seen
+        return found
+
+    def committed_step(self) -> int:
+        """The highest step that a page shows: ``step`` updates were done before it."""
+        steps = [0]
+        for path in (self.directory / "pages").glob("page-*"):
+            try:
+                page = Page.open(path)
+            except (OSError, ProtocolError):
+                continue
+            with closing(page):
+                steps.append(page.state()[0])
+        return max(steps)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+class Injector:
+    """Injects the faults of a plan one after the other, each after the run recovered from the one before.
+
+    Args:
+        run: the run.
+        plan: what to inject.
+        out: file to append :class:`Injected` lines to.
+    """
+
+    def __init__(self, run: Run, plan: Plan, out: Path) -> None:
+        self.run = run
+        self.plan = plan
+        self.out = out
+        self._draw = random.Random(plan.seed)
+
+    def work(self) -> None:
+        """Inject everything; returns early when the run ends."""
+        for number, fault in enumerate(self.plan.faults):
+            injected = self._inject(number, fault)
+            if injected is None:
+                return
+            with self.out.open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(injected) + b"\n")
+            if not self._wait_recovered(injected.moment_ns / 1e9):
+                return
+
+    def _wait_recovered(self, since_s: float) -> bool:
+        while not any(moment_s > since_s for moment_s in self.run.resumed_s):
+            self.run.poll()
+            if self.run.ended:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _wait_workers(self) -> dict[int, Seen] | None:
+        """All workers of the run, alive and beyond their start."""
+        while True:
+            self.run.poll()
+            if self.run.ended:
+                return None
+            workers = self.run.workers()
+            if len(workers) == self.plan.world_size:
+                return workers
+            time.sleep(0.01)
+
+    def _inject(self, number: int, fault: Fault) -> Injected | None:
+        while (workers := self._wait_workers()) is not None:
+            victims = [workers[rank] for rank in fault.ranks]
+            try:
+                page = Page.open(victims[0].path)
+            except OSError:
+                continue
+            with closing(page):
+                at = self._strike(page, fault, victims)
+                if at is not None:
+                    return self._report(number, fault, victims, page, *at)
+        return None
+
+    def _strike(self, page: Page, fault: Fault, victims: list[Seen]) -> tuple[int, int] | None:
+        """Do it; ``(moment_ns, committed_step)``, or None when the victim was replaced before its turn came."""
+        if fault.phase == MOMENT:
+            if not self._wait_step(page, fault.step, victims[0].pid):
+                return None
+            step_s = page[Word.STEP_NS] / 1e9 or FIRST_STEP_S
+            time.sleep(self._draw.uniform(0.0, 1.2 * step_s))
+            return self._kill(victims)
+        page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], Phase[fault.phase.upper()], fault.step)
+        if not self._wait_sprung(page, victims[0].pid):
+            return None
+        if fault.kind == "kill":
+            time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
+            return self._kill(victims)
+        now_ns, committed = time.monotonic_ns(), self.run.committed_step()
+        # The worker sprang its trap when it entered the phase; we saw it a poll later.
+        return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
+
+    def _wait_step(self, page: Page, step: int, pid: int) -> bool:
+        while page.state()[0] < step or page.state()[1] is Phase.STARTING:
+            if not self._go_on(pid):
+                return False
+        return True
+
+    def _wait_sprung(self, page: Page, pid: int) -> bool:
+        while page[Word.TRAP]:
+            if not self._go_on(pid):
+                return not page[Word.TRAP]
+        return True
+
+    def _go_on(self, pid: int) -> bool:
+        time.sleep(POLL_S)
+        return _alive(pid)
+
+    def _kill(self, victims: list[Seen]) -> tuple[int, int] | None:
+        """SIGKILL; None when the first victim was gone already."""
+        committed = self.run.committed_step()
+        moment_ns = time.monotonic_ns()
+        for victim in victims:
+            try:
+                os.kill(victim.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                if victim is victims[0]:
+                    return None
+        return moment_ns, committed
+
+    def _report(
+        self, number: int, fault: Fault, victims: list[Seen], page: Page, moment_ns: int, committed: int
+    ) -> Injected:
+        deadline_s = time.monotonic() + 1.0
+        while fault.kind != "exception" and _alive(victims[0].pid) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        step, phase = page.state()
+        return Injected(
+            number=number,
+            kind=fault.kind,
+            ranks=fault.ranks,
+            members=tuple(victim.member for victim in victims),
+            asked_phase=fault.phase,
+            phase=phase.name.lower() if fault.kind == "kill" else fault.phase,
+            step=step,
+            committed_step=committed,
+            moment_ns=moment_ns,
+        )
+
+
+def read_injected(path: Path) -> list[Injected]:
+    """What an injector has written so far."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [msgspec.json.decode(line, type=Injected) for line in lines if line.endswith(b"\n")]
+
+
+def main(argv: list[str]) -> None:
+    """Entry point: run directory, plan, output."""
+    directory, plan, out = (Path(argument) for argument in argv)
+    Injector(Run(directory), msgspec.json.decode(plan.read_bytes(), type=Plan), out).work()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
