@@ -1,9 +1,9 @@
 """The safetensors container: header encoder and a strict decoder.
 
-Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the tensors without holes. We
-pad the header with spaces (legal white space of JSON), so that the first tensor starts at a multiple of 4096 bytes, and
-describe each stored box in ``__metadata__`` in the way torch DCP's Hugging Face reader understands, so that other
-programs can read a shard without us.
+Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the tensors without holes.
+We pad the header with spaces (legal white space of JSON), so that the first tensor starts at a multiple of 4096
+bytes, and describe each stored box in ``__metadata__`` in the way torch DCP's Hugging Face reader understands, so
+that other programs can read a shard without us.
 
 Invariants (both directions):
 1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``; written headers end at a multiple of ``DATA_ALIGNMENT``.

@@ -1,8 +1,8 @@
 """Directories of a checkpoint: durable writes, and reads that never leave the directory.
 
-Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the directory.
-All access goes through the descriptor of the opened directory and names without a slash, and no symbolic link is
-followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the
+directory. All access goes through the descriptor of the opened directory and names without a slash, and no
+symbolic link is followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.

@@ -1,10 +1,10 @@
 """Layouts as data: which rank holds which box of which tensor.
 
 Theory. A *box* is a rectangular region of a global tensor. Each rank declares the boxes that it holds
-(:class:`RankLayout`); the :class:`Catalogue` joins the declarations of all ranks. Ranks with the same declaration form
-one *layout class* (the replicas of a data-parallel group), so the catalogue grows with the number of distinct boxes and
-not with the number of ranks. A rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO
-optimizer: see :func:`flat_range_boxes`).
+(:class:`RankLayout`); the :class:`Catalogue` joins the declarations of all ranks. Ranks with the same declaration
+form one *layout class* (the replicas of a data-parallel group), so the catalogue grows with the number of distinct
+boxes and not with the number of ranks. A rank may hold several boxes of one tensor (strided shards, flat ranges of
+a ZeRO optimizer: see :func:`flat_range_boxes`).
 
 Invariants:
 1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.

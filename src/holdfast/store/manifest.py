@@ -2,8 +2,8 @@
 
 Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline; the digest is
 xxh3-128 of the bytes of the body, so that a flipped bit in a manifest is found like one in a tensor. Bodies are
-canonical (keys in the order of the structures here, no white space): decoding encodes again and compares, which refuses
-duplicate and unknown keys at the price of one fast pass.
+canonical (keys in the order of the structures here, no white space): decoding encodes again and compares, which
+refuses duplicate and unknown keys at the price of one fast pass.
 
 Invariants:
 1. Nothing is decoded before its digest matched and its size was below the limit.

@@ -1,10 +1,10 @@
 """Who writes what: a deterministic plan that every rank computes alone from the catalogue.
 
-Theory. A box is written by one of its living holders. Boxes with the fewest holders leave no choice and come first,
-then the largest, then by name: the classic greedy for balanced loads. A large box is cut along its first dimension
-longer than 1, so that every part is one contiguous byte range of the holder's box, and its parts fill the least
-loaded holders up to one common level. With all ranks as ``sources`` this is the plan of a periodic checkpoint, with
-the living ones it is the plan of a last-gasp checkpoint: nothing else changes.
+Theory. A box is written by one of its living holders. Boxes with the fewest holders leave no choice and come
+first, then the largest, then by name: the classic greedy for balanced loads. A large box is cut along its first
+dimension longer than 1, so that every part is one contiguous byte range of the holder's box, and its parts fill
+the least loaded holders up to one common level. With all ranks as ``sources`` this is the plan of a periodic
+checkpoint, with the living ones it is the plan of a last-gasp checkpoint: nothing else changes.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.

@@ -1,9 +1,9 @@
 """Loading: any stored layout into any other, straight into the caller's memory, every byte verified.
 
 Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
-stored box is read in extents, because an extent is what a digest covers. An extent that is contiguous in the target is
-read into place, others go through a scratch buffer. Adjacent extents are read by one call. An extent that fails its digest
-excludes its stored box, and what it should have given is asked from another copy.
+stored box is read in extents, because an extent is what a digest covers. An extent that is contiguous in the
+target is read into place, others go through a scratch buffer. Adjacent extents are read by one call. An extent
+that fails its digest excludes its stored box, and what it should have given is asked from another copy.
 
 Invariants:
 1. When the call returns, every element of every target came from an extent whose digest matched.

@@ -1,8 +1,8 @@
 """A checkpoint root: the directory that holds the attempts of one or more runs.
 
-Theory. There is no ``latest`` file that could lie: the newest checkpoint is the newest attempt that proves itself from
-its files. Attempts are ordered by step, then generation, then attempt; every rank that looks at the same files comes to the
-same answer. Removing is a rename first, so that a half-removed attempt is never listed.
+Theory. There is no ``latest`` file that could lie: the newest checkpoint is the newest attempt that proves itself
+from its files. Attempts are ordered by step, then generation, then attempt; every rank that looks at the same
+files comes to the same answer. Removing is a rename first, so that a half-removed attempt is never listed.
 
 Invariants:
 1. The newest valid checkpoint is never removed, nor one that is being read, nor an unfinished attempt that is young.

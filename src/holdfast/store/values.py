@@ -1,9 +1,9 @@
 """Python values as JSON, exactly: what goes in comes out equal and of the same type, or is refused by its key path.
 
-Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON keeps
-most of them; what it cannot say is tagged by an object with one key that starts with ``$``: tuples, bytes, non-finite
-floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name is ever looked
-up, so reading executes nothing.
+Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON
+keeps most of them; what it cannot say is tagged by an object with one key that starts with ``$``: tuples, bytes,
+non-finite floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name
+is ever looked up, so reading executes nothing.
 
 Invariants:
 1. ``decode_values(encode_values(x))`` equals ``x`` with the same types (OrderedDict becomes dict, float64 float).

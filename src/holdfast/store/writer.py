@@ -1,8 +1,8 @@
 """Writing one rank's share of a checkpoint, without any word to the other ranks.
 
-Theory. The plan says what this rank writes. Tensors first, then the manifest that names them: a rank's share exists
-when its manifest does. Whoever finds all manifests in place proves the checkpoint valid from its files and writes the
-seal; several ranks may do so at once, because the seal is a pure function of the files.
+Theory. The plan says what this rank writes. Tensors first, then the manifest that names them: a rank's share
+exists when its manifest does. Whoever finds all manifests in place proves the checkpoint valid from its files and
+writes the seal; several ranks may do so at once, because the seal is a pure function of the files.
 
 Invariants:
 1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, seal.
@@ -181,7 +181,7 @@ class _Share:
         extents: list[tuple[int, memoryview]] = []
         counts: list[int] = []
         for item, place in zip(items, header.tensors, strict=True):
-            pieces = list(_extents(self._bytes_of(item)))
+            pieces = list(_extents(part_bytes(item, self.source, DTYPE_SIZE_BYTES[place.dtype])))
             counts.append(len(pieces))
             extents += [(place.start + n * EXTENT_SIZE_BYTES, piece) for n, piece in enumerate(pieces)]
 
@@ -212,19 +212,21 @@ class _Share:
                 )
             )
 
-    def _bytes_of(self, item: WriteItem) -> memoryview:
-        """The bytes of one part."""
-        if item.part.numel == 0:
-            return memoryview(b"")
-        item_size_bytes = DTYPE_SIZE_BYTES[self.catalogue.by_fqn[item.fqn].dtype]
-        data = memoryview(self.source.view(item.fqn, item.box)).cast("B")
-        if len(data) != item.box.numel * item_size_bytes:
-            raise StateError(
-                f"tensor {item.fqn!r}: {len(data)} bytes offered for box {item.box}, "
-                f"which has {item.box.numel * item_size_bytes}"
-            )
-        start, stop = item.byte_range(item_size_bytes)
-        return data[start:stop]
+
+def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
+    """The bytes of one part, from the box that holds it.
+
+    Raises:
+        StateError: the source offers another number of bytes than the box has.
+    """
+    if item.part.numel == 0:
+        return memoryview(b"")
+    data = memoryview(source.view(item.fqn, item.box)).cast("B")
+    size_bytes = item.box.numel * item_size_bytes
+    if len(data) != size_bytes:
+        raise StateError(f"tensor {item.fqn!r}: {len(data)} bytes offered for box {item.box} of {size_bytes}")
+    start, stop = item.byte_range(item_size_bytes)
+    return data[start:stop]
 
 
 def _files(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
