@@ -1,0 +1,70 @@
+"""What ``holdfast run`` shows: the output of ranks on stdout, its own words on stderr, one status line.
+
+On a terminal the status line stays at the bottom; elsewhere it is a plain line every ``PLAIN_PERIOD_S`` seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PLAIN_PERIOD_S = 30.0
+NAME = "holdfast: "
+
+
+class Screen:
+    """The console of one run. Use it as a context manager: the status line needs to be taken down."""
+
+    def __init__(self, *, marked: bool) -> None:
+        """Args:
+        marked: each line of a rank carries the rank.
+        """
+        self._marked = marked
+        self._live: Live | None = None
+        self._console: Console | None = None
+        self._said_at_s = time.monotonic()
+
+    def __enter__(self) -> Screen:
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            self._console = Console(highlight=False, soft_wrap=True)
+            self._live = Live(console=self._console, auto_refresh=False, transient=True,
+                              redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
+        """A line that a rank printed."""
+        text = f"[rank {rank}] {line}" if self._marked or always_marked else line
+        if self._live is not None and self._console is not None:
+            self._console.print(Text.from_ansi(text))
+        else:
+            click.echo(text)
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+        if self._live is not None and self._console is not None:
+            self._console.print(Text.assemble((NAME, "dim"), text))
+        else:
+            click.echo(NAME + text, err=True)
+
+    def status(self, text: str) -> None:
+        """Replace the status line; elsewhere than on a terminal print it when it is due."""
+        now_s = time.monotonic()
+        if self._live is not None:
+            self._live.update(Text(text, style="bold", overflow="ellipsis", no_wrap=True), refresh=True)
+        elif now_s - self._said_at_s >= PLAIN_PERIOD_S:
+            self._said_at_s = now_s
+            self.say(text)

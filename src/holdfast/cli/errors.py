@@ -1,0 +1,112 @@
+"""The one place that turns an exception into what a user reads and the code that a shell sees.
+
+Form, always on stderr::
+
+    error: what was wrong and where
+      log: path                       (when a run or a traceback file exists)
+      next: the command or change to try
+
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from holdfast.errors import AuthError, HoldfastError, InternalError, StoreError, UsageError, UserError
+from holdfast.exits import Exit
+
+_LOG = "log: "
+
+
+@contextmanager
+def logs_at(path: Path | str) -> Iterator[None]:
+    """Errors that leave this block name ``path`` as the place to read more (an inner place wins)."""
+    try:
+        yield
+    except HoldfastError as error:
+        if not getattr(error, "__notes__", ()):
+            error.add_note(f"{_LOG}{path}")
+        raise
+
+
+def exit_code(error: HoldfastError) -> Exit:
+    """The documented code of an error that ended a command."""
+    if isinstance(error, UsageError):
+        return Exit.USAGE
+    if isinstance(error, UserError | StoreError | AuthError):
+        return Exit.BAD_INPUT
+    return Exit.INTERNAL if isinstance(error, InternalError) else Exit.FAILED
+
+
+def say(text: str, *, colour: str = "", lead: str = "") -> None:
+    """One message on stderr; ``lead`` is coloured when stderr is a terminal."""
+    plain = not sys.stderr.isatty() or "NO_COLOR" in os.environ
+    click.echo((lead if plain else click.style(lead, fg=colour, bold=True)) + text, err=True)
+
+
+def outcome(message: str, log: str, hint: str) -> None:
+    """A failure in its printed form; ``log`` and ``hint`` may be empty."""
+    say(message, colour="red", lead="error: ")
+    if log:
+        say(f"  {_LOG}{log}")
+    if hint:
+        say(f"  next: {hint}")
+
+
+def show(error: HoldfastError) -> Exit:
+    """Print a typed error and return its exit code."""
+    logs = [note.removeprefix(_LOG) for note in getattr(error, "__notes__", ()) if note.startswith(_LOG)]
+    outcome(error.message, logs[0] if logs else "", error.hint)
+    return exit_code(error)
+
+
+def show_unexpected(error: BaseException) -> Exit:
+    """Print an exception that nobody foresaw; its traceback goes to a private file that is named."""
+    fd, path = tempfile.mkstemp(prefix="holdfast-error-", suffix=".txt")
+    with os.fdopen(fd, "w") as file:
+        file.write(f"command: {sys.argv}\npython: {sys.version}\n\n")
+        traceback.print_exception(error, file=file)
+    text = f"{type(error).__name__}: {error}"
+    internal = InternalError(f"this is a defect of Holdfast: {text}", hint="report it with the file above")
+    internal.add_note(f"{_LOG}{path}")
+    return show(internal)
+
+
+def translate(error: click.ClickException) -> UsageError:
+    """What click found wrong with the command line, with a suggestion where one is close."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "holdfast"
+    hint = f"{path} --help"
+    if isinstance(error, click.NoSuchOption):
+        # Both spellings are one to the eye, so they are one here.
+        close = closest(error.option_name.replace("_", "-"), _options(context))
+        found = f"; did you mean {close}?" if close else ""
+        hint = f"{path} --help  (arguments of your script go after the script)"
+        return UsageError(f"{path} has no flag {error.option_name}{found}", hint=hint)
+    return UsageError(error.format_message(), hint=hint)
+
+
+def closest(word: str, words: list[str]) -> str:
+    """The word that was probably meant, or empty."""
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return found[0] if found else ""
+
+
+def _options(context: click.Context | None) -> list[str]:
+    if context is None:
+        return []
+    return [
+        name
+        for parameter in context.command.get_params(context)
+        for name in parameter.opts
+        if name.startswith("--") and "_" not in name
+    ]

@@ -1,0 +1,66 @@
+"""Which run a command means: an id, a path, or the newest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from holdfast.cli.errors import closest
+from holdfast.errors import UsageError
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
+
+RUNS = "runs"
+
+
+def run_argument(command: Any) -> Any:
+    """The argument and the option that every reader of a run has: ``[RUN] [--run-dir DIR]``."""
+    command = click.option(
+        "--run-dir", "--run_dir", default=RUNS, help="Directory that holds the runs.", show_default=True
+    )(command)
+    return click.argument("run", required=False, metavar="[RUN]")(command)
+
+
+def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
+    """The run's directory and settings.
+
+    Args:
+        asked: id, path of a run directory, or None for the newest run.
+        base: directory that holds the runs.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    path = _newest(Path(base)) if asked is None else _named(asked, Path(base))
+    return RunDir(path), RunSettings.load(path)
+
+
+def runs_below(base: Path) -> list[Path]:
+    """Run directories below ``base``, newest first."""
+    found = [p.parent for p in base.glob(f"*/{SETTINGS_FILE}")] if base.is_dir() else []
+    return sorted(found, key=lambda p: (p / SETTINGS_FILE).stat().st_mtime_ns, reverse=True)
+
+
+def _newest(base: Path) -> Path:
+    found = runs_below(base)
+    if not found:
+        raise UsageError(
+            f"there is no run below {base.absolute()}",
+            hint="holdfast run train.py, or name the place: --run-dir DIR, or the path of a run",
+        )
+    return found[0]
+
+
+def _named(asked: str, base: Path) -> Path:
+    for path in (Path(asked), base / asked):
+        if (path / SETTINGS_FILE).is_file():
+            return path
+    names = [p.name for p in runs_below(base)]
+    starting = [name for name in names if name.startswith(asked)]
+    if len(starting) == 1:
+        return base / starting[0]
+    close = closest(asked, names)
+    hint = f"did you mean {close}?" if close else f"newest: {names[0]}" if names else "holdfast run train.py"
+    raise UsageError(f"there is no run {asked} (looked in {base.absolute()} and for a directory)", hint=hint)

@@ -1,0 +1,114 @@
+"""Every flag of ``holdfast run``, as data: torchrun's whole list and our own few.
+
+Each of torchrun's flags is *used*, accepted *without effect* (a line says why when it is given), or *refused* by name
+with the reason. ``docs/run-flags.md`` holds the same table, and tests compare both with torch's own parser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["text", "whole", "number", "switch"]
+Use = Literal["used", "no effect", "refused"]
+
+_ONE_NODE = "the workers of one node meet on loopback through the agent"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. ``about`` is the help text, or the reason when the flag has no effect or is refused."""
+
+    name: str  # dash spelling, the underscore spelling is accepted too
+    kind: Kind
+    use: Use
+    about: str
+    short: str = ""
+    default: str | int | float | bool | None = None
+    env: bool = True  # read PET_<NAME>, as torchrun does
+    ours: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the value in Python."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All accepted spellings."""
+        long = tuple(dict.fromkeys((self.name, f"--{self.key}")))
+        return (self.short, *long) if self.short else long
+
+    @property
+    def variable(self) -> str | None:
+        """Environment variable that sets it, if any."""
+        return f"PET_{self.key.upper()}" if self.env and not self.ours else None
+
+    def row(self) -> str:
+        """Its line in ``docs/run-flags.md``."""
+        names = ", ".join(f"`{s}`" for s in ((self.short, self.name) if self.short else (self.name,)))
+        variable = f"`{self.variable}`" if self.variable else ""
+        return f"| {names} | {variable} | {self.use} | {self.about} |"
+
+
+def _used(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None,
+          short: str = "") -> Flag:  # fmt: skip
+    return Flag(name, kind, "used", about, short, default)
+
+
+def _idle(name: str, kind: Kind, about: str) -> Flag:
+    return Flag(name, kind, "no effect", about)
+
+
+def _refused(name: str, kind: Kind, about: str, *, env: bool = True) -> Flag:
+    return Flag(name, kind, "refused", about, env=env)
+
+
+def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None) -> Flag:
+    return Flag(name, kind, "used", about, default=default, ours=True)
+
+
+FLAGS: tuple[Flag, ...] = (
+    _used("--nproc-per-node", "text", "workers to start: a number, auto, cpu, gpu or xpu", "1"),
+    _used("--nnodes", "text", "1 or 1:1; several nodes arrive with lost-node recovery", "1:1"),
+    _used("--node-rank", "whole", "0: this version runs one node", 0),
+    _used("--master-addr", "text", "MASTER_ADDR of the workers; an address of this machine", "127.0.0.1"),
+    _used("--master-port", "whole", "MASTER_PORT of the workers; must be free (default: a free one)"),
+    _used("--rdzv-backend", "text", f"static or c10d, without effect: {_ONE_NODE}; etcd is refused", "static"),
+    _idle("--rdzv-endpoint", "text", _ONE_NODE),
+    _idle("--rdzv-id", "text", "the run is named by --run-id"),
+    _idle("--rdzv-conf", "text", _ONE_NODE),
+    _idle("--standalone", "switch", "one node is always standalone here"),
+    _used("--max-restarts", "whole", "faults allowed within --restart-window before the run ends", 16),
+    _used("--monitor-interval", "number", "seconds between two looks at the workers' progress; exits are seen at "
+          "once whatever it is", 0.1),
+    _idle("--start-method", "text", "workers are forked from a preloaded process, or spawned where that is unsafe"),
+    _idle("--event-log-handler", "text", "every event is in events.jsonl of the run directory"),
+    _used("--role", "text", "role name of the workers (ROLE_NAME in their environment)", "default"),
+    _used("--module", "switch", "run the script as `python -m` does", False, "-m"),
+    _used("--no-python", "switch", "start the program itself instead of `python program`", False),
+    _used("--run-path", "switch", "accepted: a script always runs with runpy in the worker's interpreter", False),
+    _used("--log-dir", "text", "base directory of the logs; a directory per run is made in it (default: --run-dir)"),
+    _used("--redirects", "text", "ranks that stay silent on the console (3, or 0:3,1:3); logs are always written",
+          "0", "-r"),
+    _used("--tee", "text", "ranks whose output is shown on the console (3: all; 0:3,1:3: these; default: rank 0)",
+          "0", "-t"),
+    _used("--local-ranks-filter", "text", "only these ranks are shown on the console, for example 0,1", ""),
+    _refused("--duplicate-stdout-filters", "text", "use `holdfast logs -f | grep ...`: logs are plain files"),
+    _refused("--duplicate-stderr-filters", "text", "use `holdfast logs -f | grep ...`: logs are plain files"),
+    _idle("--local-addr", "text", _ONE_NODE),
+    _refused("--logs-specs", "text", "it names a Python object of torchelastic's agent, which is not running here; "
+             "--log-dir, --tee and --redirects work", env=False),
+    _refused("--numa-binding", "text", "workers are not bound to CPUs by this version; start the script with "
+             "--no-python numactl ...", env=False),
+    _used("--signals-to-handle", "text", "signals that end the run gracefully", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
+    _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
+             "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
+    _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
+    _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
+    _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
+    _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
+)  # fmt: skip
+
+BY_KEY: dict[str, Flag] = {flag.key: flag for flag in FLAGS}

@@ -1,0 +1,209 @@
+"""The front process of a run: starts the agent, shows what happens, passes signals on. It holds no protocol state.
+
+Whatever it shows it reads from files, so its death changes nothing but the view: the agent then asks for a graceful
+exit. If the agent dies first, a successor is started that adopts the workers.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from holdfast.runtime.launch import AgentLink, start_agent
+
+from holdfast.cli.console import NAME, Screen
+from holdfast.cli.errors import logs_at, outcome, say
+from holdfast.cli.resolve import Request
+from holdfast.cli.status import facts, fault_text, plural, span
+from holdfast.cli.tail import LogTail, last_lines
+from holdfast.cli.view import FaultView, RunView, Watch
+from holdfast.core.messages import ExitRun, StopRun
+from holdfast.errors import HoldfastError, InternalError
+from holdfast.exits import MEANING, Exit
+from holdfast.runtime.rundir import RunDir, log_path
+
+POLL_S = 0.1
+LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
+SUCCESSORS_MAX = 16
+SUCCESSOR_PAUSE_S = 0.2
+AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
+
+NEXT = {
+    Exit.FAILED: "read the traceback: holdfast logs {run}",
+    Exit.USAGE: "holdfast run --help",
+    Exit.BAD_INPUT: "read the error and change what it names: holdfast logs {run}",
+    Exit.INTERNAL: "report it with the run's directory; holdfast status {run}",
+    Exit.BUDGET: "holdfast status {run}  (the faults), then --max-restarts or --restart-window",
+    Exit.UNSAVED: "start the same command again; --grace-s gives the save more time",
+    Exit.ORPHANED: "start the same command again",
+    Exit.RESTART: "report it with the run's directory",
+    Exit.INTERRUPTED: "start the same command again: it goes on at the newest valid checkpoint",
+}
+
+
+def launch(request: Request) -> int:
+    """Run a job to its end and return the documented exit code.
+
+    Raises:
+        UsageError: the run directory cannot be made.
+        InternalError: agents die one after the other.
+    """
+    run_dir = RunDir(request.run_dir)
+    run_dir.create()
+    request.settings.save(run_dir.path)
+    with logs_at(run_dir.path):
+        return Launcher(request, run_dir).run()
+
+
+class Launcher:
+    """One run, seen from the terminal."""
+
+    def __init__(self, request: Request, run_dir: RunDir) -> None:
+        self.request = request
+        self.run_dir = run_dir
+        self.watch = Watch(run_dir, request.settings)
+        self.tail = LogTail(self.watch.log_dir, request.shown_ranks)
+        self.successors = 0
+        self._asked: list[signal.Signals] = []
+        self._answered = 0
+        self._faults_shown = 0
+        self._recoveries_shown = 0
+
+    def run(self) -> int:
+        """Until the run is over."""
+        with Screen(marked=len(self.request.shown_ranks) > 1) as screen, self._signals():
+            self._open(screen)
+            agent = start_agent(self.run_dir.path)
+            view = self.watch.poll()
+            turn = 0
+            while view.state != "ended":
+                self._pass_on_signals(screen)
+                self._show_output(screen)
+                if turn % LOOK_EVERY == 0 or agent.poll() is not None:
+                    view = self.watch.poll()
+                    self._show_faults(screen)
+                    screen.status("  ".join([view.state, *facts(view)]))
+                if view.state != "ended" and agent.poll() is not None:
+                    agent = self._succeed(screen, agent)
+                turn += 1
+                time.sleep(POLL_S)
+            self._wait(agent)
+            self._show_output(screen)
+            for rank, line in self.tail.drain():
+                screen.rank(rank, line)
+            self._show_faults(screen)
+        return self._close(self.watch.poll())
+
+    def _open(self, screen: Screen) -> None:
+        settings = self.request.settings
+        for note in self.request.notes:
+            screen.say(f"note: {note}")
+        screen.say(f"run {settings.run_id}: {plural(settings.nproc, 'worker')}, directory {self.run_dir.path}, "
+                   f"see them with: holdfast logs -f {self._name()}")  # fmt: skip
+
+    def _name(self) -> str:
+        """What another command has to be told to mean this run."""
+        default = self.run_dir.path.parent.name == "runs" and self.run_dir.path.parent.parent.samefile(".")
+        return self.request.settings.run_id if default else str(self.run_dir.path)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._asked.append(signal.Signals(number))
+
+        before = {number: signal.signal(number, note) for number in self.request.signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on_signals(self, screen: Screen) -> None:
+        while self._answered < len(self._asked):
+            first, number = self._answered == 0, self._asked[self._answered]
+            self._answered += 1
+            grace_s = self.request.settings.grace_s
+            source = "Ctrl-C" if number is signal.SIGINT else number.name
+            order = (
+                ExitRun(grace_s=grace_s, source=source)
+                if first
+                else StopRun(reason=f"second signal: {source}")
+            )
+            try:
+                with AgentLink(self.run_dir.path) as link:
+                    answer = link.request(order)
+            except (HoldfastError, OSError) as error:
+                screen.say(f"{source}: the agent does not answer ({error}); a successor will be asked again")
+                self._answered -= 1
+                return
+            screen.say(
+                f"{source}: {answer.detail}"
+                + (f" (at most {span(grace_s)}; again to end at once)" if first else "")
+            )
+
+    def _show_output(self, screen: Screen) -> None:
+        for rank, line in self.tail.poll():
+            screen.rank(rank, line)
+
+    def _show_faults(self, screen: Screen) -> None:
+        faults = self.watch.story.faults
+        for fault in faults[self._faults_shown :]:
+            screen.say(f"{fault.name}: {fault_text(fault)}")
+            self._show_last_lines(screen, fault)
+        self._faults_shown = len(faults)
+        for fault in faults[self._recoveries_shown :]:
+            if fault.recovered_s is None:
+                break
+            self._recoveries_shown += 1
+            answer = fault.action.replace("_", " ")
+            screen.say(f"{fault.name}: {answer}, training goes on after {fault.recovered_s:.2f} s")
+
+    def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
+        if fault.rank is None or fault.rank in self.request.shown_ranks:
+            return
+        for line in last_lines(log_path(self.watch.log_dir, fault.attempt, fault.rank)):
+            screen.rank(fault.rank, line, always_marked=True)
+
+    def _succeed(self, screen: Screen, agent: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        self.successors += 1
+        if self.successors > SUCCESSORS_MAX:
+            raise InternalError(
+                f"{self.successors} agents died one after the other, the last with {agent.returncode}",
+                hint=f"report it with {self.run_dir.path}",
+            )
+        screen.say(f"the agent died ({agent.returncode}), a successor adopts the workers")
+        time.sleep(SUCCESSOR_PAUSE_S)
+        return start_agent(self.run_dir.path)
+
+    def _wait(self, agent: subprocess.Popen[bytes]) -> None:
+        try:
+            agent.wait(AFTER_END_S)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+    def _close(self, view: RunView) -> int:
+        """The last lines: outcome, cost, and for a failure where to read and what to do."""
+        code = Exit(view.code if view.code is not None else Exit.INTERNAL)
+        cost = ", ".join(fact for fact in facts(view) if "worker" not in fact)
+        if code is Exit.OK or code is Exit.REQUEUE:
+            say(f"{NAME}run {view.run_id}: {MEANING[code]} ({cost}); logs in {view.logs}")
+            return code
+        why = f": {view.reason}" if view.reason else ""
+        outcome(
+            f"run {view.run_id}: {MEANING[code]}{why} ({cost})",
+            self._log(view),
+            NEXT[code].format(run=self._name()),
+        )
+        return code
+
+    def _log(self, view: RunView) -> str:
+        """The log of whoever failed last, or the directory of all logs."""
+        fault = self.watch.story.last_fault
+        if fault is None or fault.rank is None:
+            return view.logs
+        return str(log_path(self.watch.log_dir, fault.attempt, fault.rank))

@@ -1,0 +1,97 @@
+"""``holdfast``: one command, subcommands loaded when they are used.
+
+The texts of ``holdfast --help`` are here and not in the subcommands, so that help needs no import but click.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from holdfast.cli.errors import closest, show, show_unexpected, translate
+from holdfast.errors import HoldfastError
+from holdfast.exits import Exit
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("holdfast.cli.run:run", "Start a training script on this machine; survives the death of any process."),
+    "drill": ("holdfast.cli.drill:drill", "Train, inject faults, and compare with the undisturbed run bit for bit."),
+    "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
+    "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
+    "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
+    "ckpt": ("holdfast.cli.ckpt:ckpt", "List and verify checkpoints."),
+}  # fmt: skip
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are import strings."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            close = closest(name, list(COMMANDS))
+            found = f"; did you mean {close}?" if close else ""
+            script = f"  (to start a script: holdfast run {name})" if name.endswith(".py") else ""
+            raise click.UsageError(f"holdfast has no command {name}{found}{script}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"holdfast {version('holdfast')}")
+        ctx.exit()
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+              help="Print the version.")  # fmt: skip
+def cli() -> None:
+    """Keeps distributed training jobs alive: no committed step lost, the same bits at the end.
+
+    Start with `holdfast drill`, then replace `torchrun` by `holdfast run`.
+    """
+
+
+def answer(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
+    except click.ClickException as error:
+        return show(translate(error))
+    except HoldfastError as error:
+        return show(error)
+    except (click.Abort, KeyboardInterrupt):
+        return Exit.INTERRUPTED
+    except Exception as error:
+        return show_unexpected(error)
+    return code if isinstance(code, int) else Exit.OK
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``holdfast`` script."""
+    sys.exit(answer(argv))
+
+
+if __name__ == "__main__":
+    main()

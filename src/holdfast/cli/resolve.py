@@ -1,0 +1,332 @@
+"""From flag values to the settings of a run; everything that can be wrong is said here, before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.flags import BY_KEY, FLAGS
+from holdfast.core.ids import RUN_ID_PATTERN
+from holdfast.errors import ScriptError, UnsupportedError, UsageError
+from holdfast.runtime.settings import RunSettings
+
+RUN_HELP = "holdfast run --help"
+_COUNT_DEVICES = {
+    "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
+    "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
+    "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
+}
+_COUNT_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for, checked."""
+
+    settings: RunSettings
+    run_dir: Path
+    shown_ranks: frozenset[int]
+    signals: tuple[signal.Signals, ...]
+    notes: tuple[str, ...]
+
+
+def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
+    """Check every flag and the script.
+
+    Args:
+        values: by :attr:`Flag.key`.
+        given: keys that the user set, on the command line or by a variable.
+        script: path, module or program.
+        args: arguments of the script, untouched.
+
+    Raises:
+        UsageError: a value that cannot work.
+        UnsupportedError: a flag that is refused by name.
+        ScriptError: no such script, module or program.
+    """
+    notes = _refuse_and_note(values, given)
+    _check_single_node(values)
+    kind = _kind(values)
+    target = _target(kind, script)
+    nproc = worker_count(str(values["nproc_per_node"]))
+    run_id = _run_id(values["run_id"], script)
+    run_dir = Path(values["run_dir"]).absolute() / run_id
+    log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
+    grace_s = float(values["grace_s"])
+    if "shutdown_timeout" in given and "grace_s" not in given:
+        grace_s = float(values["shutdown_timeout"])
+    settings = RunSettings(
+        run_id=run_id,
+        kind=kind,
+        target=target,
+        args=args,
+        command=("holdfast", *sys.argv[1:]),
+        created_at=time.time(),
+        nproc=nproc,
+        master_addr=str(values["master_addr"]),
+        master_port=int(values["master_port"] or 0),
+        role=str(values["role"]),
+        max_restarts=_at_least(values, "max_restarts", 0),
+        restart_window_s=_at_least(values, "restart_window", 1.0),
+        monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
+        grace_s=_positive("--grace-s", grace_s),
+        cwd=os.getcwd(),
+        python=os.environ.get("PYTHON_EXEC", ""),
+        env=_environment(nproc),
+        log_dir=str(log_dir) if log_dir else "",
+        redirects=str(values["redirects"]),
+        tee=str(values["tee"]),
+    )
+    _check_address(settings, given)
+    shown = shown_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
+    return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes)
+
+
+def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
+    notes = []
+    for flag in FLAGS:
+        if flag.key not in given or values[flag.key] in (None, False):
+            continue
+        if flag.use == "refused":
+            raise UnsupportedError(
+                f"{flag.name} is not supported: {flag.about}", hint=f"leave {flag.name} out"
+            )
+        if flag.use == "no effect":
+            notes.append(f"{flag.name} has no effect: {flag.about}")
+    backend = str(values["rdzv_backend"])
+    if backend not in ("static", "c10d"):
+        raise UnsupportedError(
+            f"--rdzv-backend {backend} is not supported: workers meet through the agent, no other service is needed",
+            hint="leave --rdzv-backend out",
+        )
+    if "rdzv_backend" in given:
+        notes.append(f"--rdzv-backend has no effect: {BY_KEY['rdzv_endpoint'].about}")
+    return tuple(notes)
+
+
+def _check_single_node(values: Mapping[str, Any]) -> None:
+    nodes = str(values["nnodes"])
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
+    if match is None:
+        raise UsageError(f"--nnodes {nodes} is neither a number nor MIN:MAX", hint=RUN_HELP)
+    low, high = int(match[1]), int(match[2] or match[1])
+    if (low, high) != (1, 1):
+        raise UsageError(
+            f"--nnodes {nodes}: this version runs one node; several nodes arrive with lost-node recovery",
+            hint="use --nnodes 1, or start the script with torchrun: its session still saves at a fault",
+        )
+    if values["node_rank"] != 0:
+        raise UsageError(
+            f"--node-rank {values['node_rank']}: the only node is node 0", hint="leave --node-rank out"
+        )
+
+
+def _kind(values: Mapping[str, Any]) -> Any:
+    if values["module"] and values["no_python"]:
+        raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
+    if values["run_path"]:
+        return "script"
+    return "module" if values["module"] else "executable" if values["no_python"] else "script"
+
+
+def _target(kind: str, script: str) -> str:
+    if kind == "executable":
+        program = shutil.which(script)
+        if program is None:
+            raise ScriptError(f"the program {script} does not exist or is not executable (--no-python)",
+                              hint="give its path, or leave --no-python out for a Python script")  # fmt: skip
+        return os.path.abspath(program)
+    if kind == "module":
+        _check_module(script)
+        return script
+    path = Path(script).absolute()
+    if not path.exists():
+        raise ScriptError(f"the training script {script} does not exist (looked for {path})",
+                          hint=_script_hint(path))  # fmt: skip
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ScriptError(f"the training script {path} is a directory without __main__.py",
+                          hint="name the .py file")  # fmt: skip
+    if not os.access(path, os.R_OK):
+        raise ScriptError(f"the training script {path} cannot be read", hint=f"chmod u+r {path}")
+    return str(path)
+
+
+def _script_hint(path: Path) -> str:
+    from holdfast.cli.errors import closest
+
+    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = closest(path.name, siblings)
+    return f"did you mean {close}?" if close else "check the path; for a module use -m"
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = bool(top) and importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        sys.path[:] = before
+    # Another interpreter has its own packages: it will say itself what is missing.
+    if not found and "PYTHON_EXEC" not in os.environ:
+        raise ScriptError(f"no module named {name} (looked in {os.getcwd()} and the installed packages)",
+                          hint="check the name; for a file leave -m out")  # fmt: skip
+
+
+def worker_count(asked: str) -> int:
+    """``--nproc-per-node`` as a number, counted as torchrun counts.
+
+    Raises:
+        UsageError: not a positive number, or no such device.
+    """
+    if asked == "cpu":
+        return len(os.sched_getaffinity(0))
+    if asked in _COUNT_DEVICES:
+        count = _count_devices(asked)
+        if count > 0:
+            return count
+        if asked == "auto":
+            return len(os.sched_getaffinity(0))
+        raise UsageError(
+            f"--nproc-per-node {asked}: torch sees no such device here", hint="use auto, cpu or a number"
+        )
+    if not asked.isdecimal() or not 1 <= int(asked) <= 4096:
+        raise UsageError(
+            f"--nproc-per-node {asked} is neither a number from 1 to 4096 nor auto, cpu, gpu or xpu",
+            hint=RUN_HELP,
+        )
+    return int(asked)
+
+
+def _count_devices(kind: str) -> int:
+    # In a process of its own: the launcher stays small, and a device is never initialised in it.
+    code = f"import torch; print({_COUNT_DEVICES[kind]})"
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    try:
+        result = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, check=False
+        )
+        return int(result.stdout) if result.returncode == 0 else 0
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise UsageError(f"--nproc-per-node {kind}: {python} could not count devices: {error}",
+                         hint="give a number") from error  # fmt: skip
+
+
+def _run_id(asked: str | None, script: str) -> str:
+    if asked is None:
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:24] or "run"
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{secrets.token_hex(2)}"
+    if re.fullmatch(RUN_ID_PATTERN, asked) is None:
+        raise UsageError(
+            f"--run-id {asked!r} is no name of a run: lower-case letters, digits and -, at most 64, not first a -",
+            hint="for example --run-id bert-large-2",
+        )
+    return asked
+
+
+def _at_least(values: Mapping[str, Any], key: str, least: Any) -> Any:
+    value = values[key]
+    if not value >= least:
+        raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
+    return value
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise UsageError(f"{name} {value} is not positive", hint=RUN_HELP)
+    return value
+
+
+def _environment(nproc: int) -> dict[str, str]:
+    """As torchrun: several workers that each take all cores would only get in each other's way."""
+    return {"OMP_NUM_THREADS": "1"} if nproc > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+
+
+def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
+    port = settings.master_port
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")
+    if not given & {"master_port", "master_addr"}:
+        return
+    host = settings.master_addr.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} (--master-port) is in use by another process",
+                hint=f"leave --master-port out (a free port is chosen), or see who has it: ss -ltnp sport = :{port}",
+            ) from error
+        if error.errno == errno.EACCES:
+            raise UsageError(f"port {port} (--master-port) needs privileges: {error.strerror}",
+                             hint="leave --master-port out") from error  # fmt: skip
+        raise UsageError(
+            f"--master-addr {host} is no address of this machine: {error.strerror or error}",
+            hint="leave --master-addr out: one node needs none",
+        ) from error
+
+
+def _signals(names: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for name in filter(None, (n.strip() for n in names.split(","))):
+        try:
+            number = signal.Signals[name]
+        except KeyError:
+            raise UsageError(
+                f"--signals-to-handle: {name} is no signal", hint="for example SIGTERM,SIGUSR1"
+            ) from None
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process",
+                             hint="for example SIGTERM,SIGUSR1")  # fmt: skip
+        found.append(number)
+    return tuple(dict.fromkeys((*found, signal.SIGUSR2)))
+
+
+def shown_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
+    """Ranks whose output goes to the console (always also to their log).
+
+    Args:
+        nproc: number of workers.
+        tee: torchrun's ``-t``; ``0`` shows rank 0.
+        redirects: torchrun's ``-r``; a rank that is redirected and not teed is silent.
+        only: torchrun's ``--local-ranks-filter``, empty for none.
+
+    Raises:
+        UsageError: not of the documented form.
+    """
+    teed = _streams("--tee", tee, nproc)
+    silent = _streams("--redirects", redirects, nproc) - teed
+    if only:
+        if re.fullmatch(r"\d+(,\d+)*", only) is None:
+            raise UsageError(f"--local-ranks-filter {only} is not of the form 0,1,2", hint=RUN_HELP)
+        base = {int(rank) for rank in only.split(",")}
+    else:
+        base = teed or {0}
+    return frozenset(rank for rank in base - silent if rank < nproc)
+
+
+def _streams(name: str, value: str, nproc: int) -> set[int]:
+    if re.fullmatch(r"[0-3]", value):
+        return set(range(nproc)) if value != "0" else set()
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
+        pairs = (item.split(":") for item in value.split(","))
+        return {int(rank) for rank, streams in pairs if streams != "0"}
+    raise UsageError(f"{name} {value} is neither 0 to 3 nor of the form 0:3,1:1", hint=RUN_HELP)

@@ -1,0 +1,165 @@
+"""``holdfast status``: one screen about a run, live or over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.view import RECOVERY_PHASES, FaultView, RunView, Watch
+
+WATCH_PERIOD_S = 0.5
+PLAIN_WIDTH = 120
+STATE_STYLE = {
+    "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
+}  # fmt: skip
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@run_argument
+@click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
+@click.option("--watch", is_flag=True, help="Go on until the run is over.")
+def status(run: str | None, run_dir: str, as_json: bool, watch: bool) -> int:
+    """What RUN (an id, a path, or the newest) does: ranks, phases, steps, faults."""
+    directory, settings = find_run(run, run_dir)
+    looker = Watch(directory, settings)
+    if as_json:
+        for view in _views(looker, watch):
+            click.echo(msgspec.json.encode(view))
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    if watch and console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            for view in _views(looker, watch):
+                live.update(render(view), refresh=True)
+        return 0
+    for view in _views(looker, watch):
+        console.print(render(view))
+    return 0
+
+
+def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
+    while True:
+        view = looker.poll()
+        yield view
+        if not watch or view.state in ("ended", "lost"):
+            return
+        time.sleep(WATCH_PERIOD_S)
+
+
+def render(view: RunView) -> RenderableType:
+    """The whole screen."""
+    parts: list[RenderableType] = [headline(view), Text(f"logs {view.logs}", style="dim")]
+    if view.ranks:
+        parts += [Text(), _rank_table(view)]
+    if view.faults:
+        parts += [Text(), _fault_table(view.faults)]
+    parts += [Text(), Text(f"next: {_next(view)}", style="dim")]
+    return Group(*parts)
+
+
+def headline(view: RunView) -> Text:
+    """One line: what, how far, how fast."""
+    style = STATE_STYLE.get(view.state, "green" if view.code == 0 else "yellow" if view.code == 75 else "red")
+    text = Text.assemble((view.run_id, "bold"), "  ", (_state(view), style))
+    for fact in facts(view):
+        text.append(f"  {fact}")
+    return text
+
+
+def _state(view: RunView) -> str:
+    return view.state if view.code is None else f"ended with {view.code}: {view.meaning}"
+
+
+def facts(view: RunView) -> list[str]:
+    """Short facts for a headline or a status line, the most important first."""
+    found = []
+    if view.session or view.step:
+        found.append(f"step {view.step:,}")
+    if view.steps_per_s is not None:
+        found.append(f"{view.steps_per_s:.1f} steps/s")
+    living = sum(r.alive for r in view.ranks)
+    found.append(f"{living}/{view.workers} workers" if view.code is None else plural(view.workers, "worker"))
+    if view.faults:
+        found.append(plural(len(view.faults), "fault"))
+        if view.session:
+            found.append(f"{plural(view.steps_lost, 'step')} lost")
+    if view.goodput is not None:
+        found.append(f"goodput {100 * view.goodput:.1f} %")
+    found.append(span(view.elapsed_s))
+    return found
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def span(duration_s: float) -> str:
+    """A duration in the unit that fits: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if duration_s < 10:
+        return f"{duration_s:.1f} s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    if minutes == 0:
+        return f"{seconds} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def _rank_table(view: RunView) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("rank", "pid", "step", "age"):
+        table.add_column(name, justify="right")
+    for name in ("phase", "generation"):
+        table.add_column(name)
+    if any(r.repeated for r in view.ranks):
+        table.add_column("repeated", justify="right")
+    for each in view.ranks:
+        phase = Text(each.phase) if each.alive else Text(f"dead (in {each.phase})", style="red")
+        cells = [str(each.rank), str(each.pid), f"{each.step:,}", span(each.age_s)]
+        row: list[RenderableType] = [*cells, phase, each.generation]
+        if any(r.repeated for r in view.ranks):
+            row.append(str(each.repeated))
+        table.add_row(*row)
+    return table
+
+
+def fault_text(fault: FaultView) -> str:
+    """What happened, as ``rank 2 killed by signal 9 in backward of step 20``."""
+    who = "" if fault.rank is None else f"rank {fault.rank} "
+    place = f" in {fault.phase}" if fault.phase else ""
+    return f"{who}{fault.what or fault.kind}{place} of step {fault.step:,}"
+
+
+def _fault_table(faults: list[FaultView]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("fault")
+    table.add_column("time")
+    table.add_column("what happened", overflow="fold")
+    table.add_column("answer")
+    for phase in RECOVERY_PHASES[1:]:
+        table.add_column(phase, justify="right")
+    for fault in faults:
+        times = [f"{fault.phases[p]:.2f} s" if p in fault.phases else "" for p in RECOVERY_PHASES[1:]]
+        clock = time.strftime("%H:%M:%S", time.localtime(fault.at))
+        table.add_row(fault.name, clock, fault_text(fault), fault.action.replace("_", " "), *times)
+    return table
+
+
+def _next(view: RunView) -> str:
+    if view.state == "ended":
+        return {0: f"holdfast logs {view.run_id}", 75: "run the same command again to go on"}.get(
+            view.code or 0, f"holdfast logs {view.run_id}  (codes: docs/exit-codes.md)"
+        )
+    if view.state == "lost":
+        return "no process of this run is left; run the same command again to go on"
+    return f"holdfast logs -f {view.run_id}   |   holdfast exit {view.run_id}"

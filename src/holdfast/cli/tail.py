@@ -1,0 +1,112 @@
+"""Following the logs of ranks: plain files that grow, one per rank and attempt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.runtime.rundir import log_path
+
+READ_SIZE_BYTES_MAX = 1 << 20
+LINE_SIZE_BYTES_MAX = 64 * 1024
+LAST_LINES = 20
+_ATTEMPT = re.compile(r"attempt-(\d{3,})")
+_RANK = re.compile(r"rank-(\d{5,})\.log")
+
+
+def attempts(log_dir: Path) -> list[int]:
+    """Numbers of the attempts that have logs, ascending."""
+    found = [_ATTEMPT.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
+    return sorted(int(match[1]) for match in found if match)
+
+
+def ranks_of(log_dir: Path, attempt: int) -> list[int]:
+    """Ranks that have a log in an attempt, ascending."""
+    directory = log_path(log_dir, attempt, 0).parent
+    found = [_RANK.fullmatch(p.name) for p in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(match[1]) for match in found if match)
+
+
+class FileTail:
+    """Complete lines of one growing file. ``\\r`` ends a line too, as a terminal would overwrite it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    def poll(self) -> list[str]:
+        """Lines that were completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(READ_SIZE_BYTES_MAX)
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        return self.feed(data)
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines that ``data``, the next piece of the file, completes."""
+        *lines, self._rest = re.split(rb"\r?\n|\r(?=[^\n])", self._rest + data)
+        if len(self._rest) > LINE_SIZE_BYTES_MAX:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def drain(self) -> Iterator[str]:
+        """All that is left, the line without an end included. For a file that nobody writes any more."""
+        before = -1
+        while self._offset != before:
+            before = self._offset
+            yield from self.poll()
+        if self._rest:
+            yield self._rest.decode(errors="replace")
+            self._rest = b""
+
+
+class LogTail:
+    """Lines of some ranks over all attempts, in the order of attempts."""
+
+    def __init__(self, log_dir: Path, ranks: frozenset[int] | None) -> None:
+        """Args:
+        log_dir: where ``attempt-NNN/`` are.
+        ranks: whom to follow; None for everyone.
+        """
+        self._log_dir = log_dir
+        self._ranks = ranks
+        self._attempt = -1
+        self._tails: dict[int, FileTail] = {}
+
+    def poll(self) -> Iterator[tuple[int, str]]:
+        """(rank, line) of everything new. A new attempt ends the files of the one before it."""
+        for attempt in attempts(self._log_dir):
+            if attempt > self._attempt:
+                yield from self.drain()
+                self._attempt, self._tails = attempt, {}
+        if self._attempt >= 0:
+            for rank in ranks_of(self._log_dir, self._attempt):
+                if rank not in self._tails and (self._ranks is None or rank in self._ranks):
+                    self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
+        for rank, tail in sorted(self._tails.items()):
+            for line in tail.poll():
+                yield rank, line
+
+    def drain(self) -> Iterator[tuple[int, str]]:
+        """The rest of the present attempt's files."""
+        for rank, tail in sorted(self._tails.items()):
+            for line in tail.drain():
+                yield rank, line
+
+
+def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
+    """The last lines of a log; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(max(0, size_bytes - LINE_SIZE_BYTES_MAX))
+            data = file.read(LINE_SIZE_BYTES_MAX)
+    except FileNotFoundError:
+        return []
+    return data.decode(errors="replace").splitlines()[-count:]

@@ -1,0 +1,309 @@
+"""What a run looks like, from its files alone: event log and status pages; live, finished and crashed runs alike."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.core.ids import Generation
+from holdfast.core.page import Word
+from holdfast.errors import ProtocolError
+from holdfast.exits import MEANING, Exit
+from holdfast.journal import Event, Follower
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir, log_path
+from holdfast.runtime.settings import RunSettings
+
+RECOVERY_PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
+SPEED_WINDOW_S = 10.0
+LOST_AFTER_S = 15.0
+
+State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
+
+
+class RankView(msgspec.Struct):
+    """One rank. ``age_s``: since it last entered a phase."""
+
+    rank: int
+    member_id: int
+    pid: int
+    alive: bool
+    phase: str
+    step: int
+    age_s: float
+    generation: str
+    repeated: int
+
+
+class FaultView(msgspec.Struct):
+    """One fault. ``phases``: seconds from the detection to the end of each recovery phase that was reached."""
+
+    number: int
+    at: float  # Unix time
+    rank: int | None
+    kind: str
+    phase: str
+    step: int
+    attempt: int
+    what: str
+    action: str = ""
+    reason: str = ""
+    phases: dict[str, float] = {}
+
+    @property
+    def name(self) -> str:
+        """As ``F003``."""
+        return f"F{self.number:03d}"
+
+    @property
+    def recovered_s(self) -> float | None:
+        """Detection to the next committed step, None while it has not come."""
+        return self.phases.get("resumed")
+
+
+class RunView(msgspec.Struct):
+    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries."""
+
+    run_id: str
+    directory: str
+    logs: str
+    state: State
+    code: int | None
+    meaning: str
+    reason: str
+    workers: int
+    attempt: int
+    generation: str
+    session: bool
+    step: int
+    steps_lost: int
+    sealed_step: int
+    steps_per_s: float | None
+    goodput: float | None
+    created_at: float
+    elapsed_s: float
+    ranks: list[RankView]
+    faults: list[FaultView]
+    command: list[str]
+
+
+def alive(pid: int) -> bool:
+    """A process with this number exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+class Story:
+    """Folds the event log."""
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.generation = ""
+        self.members: dict[int, int] = {}  # member id -> rank, of the newest generation
+        self.session = False
+        self.step = 0
+        self.steps_lost = 0
+        self.sealed_step = -1
+        self.exiting = ""
+        self.ended: dict[str, Any] | None = None
+        self.ended_at = 0.0
+        self.started_mono_s = 0.0
+        self.faults: list[FaultView] = []
+        self._detected_mono_s = 0.0
+
+    @property
+    def recovering(self) -> bool:
+        """A fault is being answered."""
+        return (
+            bool(self.faults)
+            and self.faults[-1].recovered_s is None
+            and not self.faults[-1].action[:4] == "stop"
+        )
+
+    @property
+    def last_fault(self) -> FaultView | None:
+        """The newest fault."""
+        return self.faults[-1] if self.faults else None
+
+    def take(self, event: Event) -> None:
+        """One event of any kind; unknown kinds are other readers' business."""
+        fold = getattr(self, f"_on_{event.kind}", None)
+        if fold is not None:
+            fold(event, event.data)
+        if event.kind in RECOVERY_PHASES and self.faults:
+            self.faults[-1].phases[event.kind] = round(event.t_mono - self._detected_mono_s, 6)
+
+    def _on_generation_started(self, event: Event, data: dict[str, Any]) -> None:
+        self.generation = str(data["generation"])
+        self.started_mono_s = self.started_mono_s or event.t_mono
+        if not data.get("in_place"):
+            self.attempt = int(data["attempt"])
+            self.members = {int(m): rank for rank, m in enumerate(data["members"])}
+
+    def _on_detected(self, event: Event, data: dict[str, Any]) -> None:
+        self._detected_mono_s = event.t_mono
+        self.faults.append(
+            FaultView(
+                number=len(self.faults) + 1,
+                at=event.t_wall,
+                rank=data.get("rank"),
+                kind=str(data.get("kind", "")),
+                phase=str(data.get("phase", "")),
+                step=int(data.get("step", 0)),
+                attempt=max(self.attempt, 0),
+                what=str(data.get("what", "")),
+            )
+        )
+
+    def _on_planned(self, event: Event, data: dict[str, Any]) -> None:
+        self.step = max(self.step, int(data.get("step", 0)))
+        self.steps_lost += int(data.get("steps_lost", 0))
+
+    def _on_verdict(self, event: Event, data: dict[str, Any]) -> None:
+        if self.faults:
+            self.faults[-1].action = str(data.get("action", ""))
+            self.faults[-1].reason = str(data.get("reason", ""))
+
+    def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:
+        self.session = True
+        self.step = max(self.step, int(data.get("step", 0)))
+
+    def _on_sealed(self, event: Event, data: dict[str, Any]) -> None:
+        self.sealed_step = max(self.sealed_step, int(data["step"]))
+
+    def _on_exit_requested(self, event: Event, data: dict[str, Any]) -> None:
+        self.exiting = str(data["source"])
+
+    def _on_exit_cancelled(self, event: Event, data: dict[str, Any]) -> None:
+        self.exiting = ""
+
+    def _on_run_ended(self, event: Event, data: dict[str, Any]) -> None:
+        self.ended, self.ended_at = data, event.t_wall
+        self.step = max(self.step, int(data.get("step", 0)))
+
+
+class Watch:
+    """One run, looked at again and again: only what is new is read."""
+
+    def __init__(self, directory: RunDir, settings: RunSettings) -> None:
+        self.directory = directory
+        self.settings = settings
+        self.story = Story()
+        self._follower = Follower(directory.journal)
+        self._speeds: deque[tuple[float, int]] = deque()
+
+    @property
+    def over(self) -> bool:
+        """The run ended, or nobody is left who could go on with it."""
+        return self.poll().state in ("ended", "lost")
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the ``attempt-NNN/`` directories are."""
+        return Path(self.settings.log_dir) if self.settings.log_dir else self.directory.path
+
+    def poll(self) -> RunView:
+        """Read what is new and show everything."""
+        for event in self._follower.poll():
+            self.story.take(event)
+        story, settings = self.story, self.settings
+        ranks = self._ranks()
+        step = max([story.step, *(r.step for r in ranks)])
+        now = story.ended_at or time.time()
+        code = None if story.ended is None else int(story.ended["code"])
+        return RunView(
+            run_id=settings.run_id,
+            directory=str(self.directory.path),
+            logs=str(log_path(self.log_dir, max(story.attempt, 0), 0).parent),
+            state=self._state(ranks),
+            code=code,
+            meaning="" if code is None else MEANING[Exit(code)],
+            reason="" if story.ended is None else str(story.ended["reason"]),
+            workers=settings.nproc,
+            attempt=story.attempt,
+            generation=story.generation,
+            session=story.session,
+            step=step,
+            steps_lost=story.steps_lost,
+            sealed_step=story.sealed_step,
+            steps_per_s=self._speed(step) if story.ended is None else None,
+            goodput=self._goodput(now),
+            created_at=settings.created_at,
+            elapsed_s=round(max(0.0, now - settings.created_at), 3),
+            ranks=ranks,
+            faults=list(story.faults),
+            command=list(settings.command),
+        )
+
+    def _state(self, ranks: list[RankView]) -> State:
+        if self.story.ended is not None:
+            return "ended"
+        endpoint = self.directory.read_endpoint("agent")
+        if endpoint is None and not ranks:
+            return "starting" if time.time() - self.settings.created_at < LOST_AFTER_S else "lost"
+        if endpoint is None or not alive(endpoint.pid):
+            return "running" if any(r.alive for r in ranks) else "lost"
+        if self.story.recovering:
+            return "recovering"
+        return "exiting" if self.story.exiting else "running"
+
+    def _ranks(self) -> list[RankView]:
+        if not self.directory.pages_link.is_dir():
+            return []
+        found: dict[int, RankView] = {}
+        for path in self.directory.pages_link.glob("page-*"):
+            view = _page_view(path)
+            if view is not None and view.member_id >= (
+                found[view.rank].member_id if view.rank in found else 0
+            ):
+                found[view.rank] = view
+        return [found[rank] for rank in sorted(found)]
+
+    def _speed(self, step: int) -> float | None:
+        now_s = time.monotonic()
+        self._speeds.append((now_s, step))
+        while len(self._speeds) > 2 and now_s - self._speeds[0][0] > SPEED_WINDOW_S:
+            self._speeds.popleft()
+        (from_s, from_step), (to_s, to_step) = self._speeds[0], self._speeds[-1]
+        return (
+            (to_step - from_step) / (to_s - from_s) if to_s - from_s > 1.0 and to_step > from_step else None
+        )
+
+    def _goodput(self, now: float) -> float | None:
+        begun = now - self.settings.created_at
+        if begun <= 0 or not self.story.session:
+            return None
+        lost_s = sum(
+            fault.recovered_s if fault.recovered_s is not None else max(0.0, now - fault.at)
+            for fault in self.story.faults
+        )
+        return round(max(0.0, 1.0 - lost_s / begun), 5)
+
+
+def _page_view(path: Path) -> RankView | None:
+    try:
+        page = Page.open(path)
+    except (OSError, ProtocolError):
+        return None  # removed meanwhile, or not written completely yet: the next look will tell
+    try:
+        step, phase = page.state()
+        return RankView(
+            rank=page[Word.RANK],
+            member_id=page[Word.MEMBER],
+            pid=page[Word.PID],
+            alive=page[Word.PID] > 0 and alive(page[Word.PID]),
+            phase=phase.name.lower(),
+            step=step,
+            age_s=round(max(0.0, time.monotonic() - page[Word.ENTERED_NS] / 1e9), 3),
+            generation=str(Generation.unpack(page[Word.GENERATION])),
+            repeated=page[Word.REPEATED],
+        )
+    finally:
+        page.close()

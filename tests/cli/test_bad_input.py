@@ -1,0 +1,133 @@
+"""What a user can get wrong on the command line: one clear error each, a code, a next step, and nothing started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import MEANING, Exit
+from tests.cli.command import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import pathlib; pathlib.Path('started').touch()\n")
+
+
+def refused(holdfast: Run, tmp_path: Path, code: Exit, *args: str, says: str, then: str,
+            env: dict[str, str] | None = None) -> None:  # fmt: skip
+    """The command fails with ``code`` before anything starts, and prints an error and a next step."""
+    result = holdfast(*args, env=env)
+    error = result.stderr.splitlines()
+    assert result.returncode == code, result.stderr
+    assert error[0].startswith("error: ") and says in error[0], result.stderr
+    assert error[-1].startswith("  next: ") and then in error[-1], result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "started").exists() and not list(tmp_path.glob("runs/*"))
+
+
+CASES = [
+    (Exit.USAGE, ["run"], "no training script", "holdfast run train.py"),
+    (Exit.USAGE, ["run", "--nproc-per-nod", "2", "train.py"], "did you mean --nproc-per-node", "--help"),
+    (Exit.USAGE, ["run", "--max_restart", "2", "train.py"], "did you mean --max-restarts", "--help"),
+    (Exit.USAGE, ["run", "--nproc-per-node", "0", "train.py"], "--nproc-per-node 0", "--help"),
+    (Exit.USAGE, ["run", "--nproc-per-node", "two", "train.py"], "--nproc-per-node two", "--help"),
+    (
+        Exit.USAGE,
+        ["run", "--nnodes", "2", "train.py"],
+        "several nodes arrive with lost-node recovery",
+        "--nnodes 1",
+    ),
+    (Exit.USAGE, ["run", "--nnodes", "1:4", "train.py"], "--nnodes 1:4", "torchrun"),
+    (Exit.USAGE, ["run", "--nnodes", "many", "train.py"], "neither a number nor MIN:MAX", "--help"),
+    (Exit.USAGE, ["run", "--node-rank", "1", "train.py"], "--node-rank 1", "leave --node-rank out"),
+    (Exit.USAGE, ["run", "--master-port", "99999", "train.py"], "no port number", "free one"),
+    (
+        Exit.USAGE,
+        ["run", "--master-addr", "192.0.2.1", "train.py"],
+        "no address of this machine",
+        "--master-addr",
+    ),
+    (Exit.USAGE, ["run", "--max-restarts", "-1", "train.py"], "--max-restarts -1", "--help"),
+    (Exit.USAGE, ["run", "--max-restarts", "x", "train.py"], "not a valid integer", "--help"),
+    (Exit.USAGE, ["run", "--grace-s", "0", "train.py"], "not positive", "--help"),
+    (Exit.USAGE, ["run", "--run-id", "No Good", "train.py"], "no name of a run", "--run-id"),
+    (Exit.USAGE, ["run", "--tee", "9", "train.py"], "--tee 9", "--help"),
+    (Exit.USAGE, ["run", "--local-ranks-filter", "a", "train.py"], "--local-ranks-filter a", "--help"),
+    (Exit.USAGE, ["run", "--signals-to-handle", "SIGNOPE", "train.py"], "SIGNOPE is no signal", "SIGTERM"),
+    (Exit.USAGE, ["run", "--signals-to-handle", "SIGKILL", "train.py"], "cannot be handled", "SIGTERM"),
+    (Exit.USAGE, ["run", "-m", "--no-python", "train"], "exclude each other", "leave one"),
+    (Exit.BAD_INPUT, ["run", "--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-backend etcd-v2", "leave"),
+    (Exit.BAD_INPUT, ["run", "trian.py"], "trian.py does not exist", "did you mean train.py"),
+    (Exit.BAD_INPUT, ["run", "."], "directory without __main__.py", ".py file"),
+    (Exit.BAD_INPUT, ["run", "-m", "no_such_module_here"], "no module named no_such_module_here", "-m"),
+    (Exit.BAD_INPUT, ["run", "--no-python", "no-such-program"], "no-such-program", "--no-python"),
+    (Exit.USAGE, ["stats"], "did you mean status", "--help"),
+    (Exit.USAGE, ["train.py"], "holdfast run train.py", "--help"),
+    (Exit.USAGE, ["status"], "there is no run below", "holdfast run"),
+    (Exit.USAGE, ["logs", "nothing"], "there is no run nothing", "holdfast run"),
+    (Exit.USAGE, ["exit"], "there is no run below", "holdfast run"),
+]
+
+
+@pytest.mark.parametrize(("code", "args", "says", "then"), CASES, ids=[" ".join(c[1]) for c in CASES])
+def test_refused(holdfast: Run, tmp_path: Path, code: Exit, args: list[str], says: str, then: str) -> None:
+    refused(holdfast, tmp_path, code, *args, says=says, then=then)
+
+
+def test_variable_is_checked_like_the_flag(holdfast: Run, tmp_path: Path) -> None:
+    env = {"PET_NNODES": "2"}
+    refused(holdfast, tmp_path, Exit.USAGE, "run", "train.py", says="--nnodes 2", then="--nnodes 1", env=env)
+
+
+def test_busy_port(holdfast: Run, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        args = ("run", "--master-port", port, "train.py")
+        refused(
+            holdfast,
+            tmp_path,
+            Exit.USAGE,
+            *args,
+            says=f"port {port} (--master-port) is in use",
+            then="ss -ltnp",
+        )
+
+
+def test_run_directory_that_cannot_be_made(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    args = ("run", "--run-dir", "file/runs", "train.py")
+    refused(holdfast, tmp_path, Exit.USAGE, *args, says="cannot make the run directory", then="--run-dir")
+
+
+def test_run_directory_where_nobody_may_write(holdfast: Run, tmp_path: Path) -> None:
+    args = ("run", "--run-dir", "/proc/holdfast", "train.py")  # not even root may
+    refused(holdfast, tmp_path, Exit.USAGE, *args, says="cannot make the run directory", then="--run-dir")
+
+
+def test_run_directory_that_exists(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
+    args = ("run", "--run-dir", "elsewhere", "--run-id", "mine", "train.py")
+    refused(holdfast, tmp_path, Exit.USAGE, *args, says="exists already", then="--run-id")
+
+
+def test_help_and_version(holdfast: Run) -> None:
+    assert holdfast("--version").stdout.startswith("holdfast ")
+    bare, asked = holdfast(), holdfast("--help")
+    assert bare.returncode == asked.returncode == 0
+    assert bare.stdout == asked.stdout
+    for word in ("run", "drill", "status", "logs", "exit", "ckpt"):
+        assert f"\n  {word} " in asked.stdout
+
+
+def test_exit_codes_are_documented() -> None:
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")[:3]]
+        for line in (ROOT / "docs" / "exit-codes.md").read_text().splitlines()
+        if line.startswith("| ") and line[2].isdigit()
+    ]
+    assert rows == [[str(int(code)), code.name, MEANING[code]] for code in Exit]

@@ -1,0 +1,123 @@
+"""From flags to settings: what a script gets is what torchrun would have given it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.flags import FLAGS
+from holdfast.cli.resolve import Request, resolve, shown_ranks, worker_count
+from holdfast.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "train.py").touch()
+
+
+def asked(*args: str, script: str = "train.py", **values: Any) -> Request:
+    """The defaults with ``values`` set by the user."""
+    filled = {flag.key: flag.default for flag in FLAGS} | values
+    return resolve(filled, frozenset(values), script, args)
+
+
+def test_script_and_arguments_pass_untouched(tmp_path: Path) -> None:
+    settings = asked("--nnodes", "4", "--", "-m", "x y").settings
+    assert settings.args == ("--nnodes", "4", "--", "-m", "x y")
+    assert (settings.kind, settings.target) == ("script", str(tmp_path / "train.py"))
+    assert settings.cwd == str(tmp_path)
+
+
+def test_module_and_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (asked(script="json.tool", module=True).settings.kind) == "module"
+    program = asked(script="sh", no_python=True).settings
+    assert program.kind == "executable" and os.access(program.target, os.X_OK)
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/other/python")
+    other = asked(script="only_known_there", module=True).settings
+    assert (other.target, other.python) == ("only_known_there", "/opt/other/python")
+
+
+def test_run_id_and_directories(tmp_path: Path) -> None:
+    made = asked()
+    assert made.run_dir == tmp_path / "runs" / made.settings.run_id
+    assert "train" in made.settings.run_id and made.settings.log_dir == ""
+    named = asked(run_id="mine", run_dir="there", log_dir="logs")
+    assert named.run_dir == tmp_path / "there" / "mine"
+    assert named.settings.log_dir == str(tmp_path / "logs" / "mine")
+    assert asked().settings.run_id != asked().settings.run_id
+
+
+def test_two_spellings_of_the_same_patience() -> None:
+    assert asked(shutdown_timeout=7).settings.grace_s == 7
+    assert asked(shutdown_timeout=7, grace_s=9.0).settings.grace_s == 9
+    assert asked().settings.grace_s == 300
+
+
+def test_threads_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked().settings.env == {}
+    assert asked(nproc_per_node="2").settings.env == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert asked(nproc_per_node="2").settings.env == {}
+
+
+def test_flags_without_effect_say_why() -> None:
+    notes = asked(standalone=True, rdzv_endpoint="localhost:0", rdzv_backend="c10d").notes
+    assert len(notes) == 3 and all("has no effect: " in note for note in notes)
+    assert asked().notes == ()
+    assert asked(standalone=False).notes == ()
+
+
+def test_signals() -> None:
+    assert asked(signals_to_handle="SIGTERM, SIGUSR1").signals == (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
+    assert signal.SIGINT in asked().signals
+
+
+def test_worker_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_count("3") == 3
+    assert worker_count("cpu") == len(os.sched_getaffinity(0))
+    for bad in ("0", "-1", "4097", "1.5", ""):
+        with pytest.raises(UsageError, match="nproc-per-node"):
+            worker_count(bad)
+    monkeypatch.setenv("PYTHON_EXEC", "/nonexistent/python")
+    with pytest.raises(UsageError, match="could not count devices"):
+        worker_count("gpu")
+
+
+def test_worker_count_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that has no torch: auto counts CPUs, gpu is refused."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o700)
+    monkeypatch.setenv("PYTHON_EXEC", str(bare))
+    assert worker_count("auto") == len(os.sched_getaffinity(0))
+    with pytest.raises(UsageError, match="no such device"):
+        worker_count("gpu")
+
+
+@pytest.mark.parametrize(
+    ("tee", "redirects", "only", "shown"),
+    [
+        ("0", "0", "", {0}),
+        ("3", "0", "", {0, 1, 2, 3}),
+        ("0:3,2:1", "0", "", {0, 2}),
+        ("0", "3", "", set()),
+        ("1", "3", "", {0, 1, 2, 3}),
+        ("0", "0", "1,3", {1, 3}),
+        ("0", "0", "1,9", {1}),
+        ("0", "1:3", "0,1", {0}),
+        ("1:0", "0", "", {0}),
+    ],
+)
+def test_ranks_on_the_console(tee: str, redirects: str, only: str, shown: set[int]) -> None:
+    assert shown_ranks(4, tee, redirects, only) == shown
