@@ -25,7 +25,7 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.adapters.torch.rng import fetch_seed, isolated, order_seed, sample_seed, seed_all
-from holdfast.adapters.values import Json, decode, encode
+from holdfast.adapters.values import Plain, join, split
 from holdfast.errors import EmptyLoaderError, UsageError
 
 log = logging.getLogger("holdfast")
@@ -47,10 +47,10 @@ class Source(Protocol):
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without its first ``skip`` batches."""
 
-    def local_state(self) -> Json:
+    def local_state(self) -> Plain:
         """What only this rank knows of its position, or None."""
 
-    def restore_local(self, state: Json) -> None:
+    def restore_local(self, state: Plain) -> None:
         """The next :meth:`open` goes on from this state."""
 
     def close(self) -> None:
@@ -71,14 +71,14 @@ class Feed:
         self.epoch = 0
         self.last_in_epoch = False
 
-    def seek(self, position: Position, local: Json = None) -> None:
+    def seek(self, position: Position, local: Plain = None) -> None:
         """Go to ``position``; ``local`` is what :meth:`local_state` returned there, if anything."""
         self._iterator = None
         self.position = position
         if local is not None:
             self._source.restore_local(local)
 
-    def local_state(self) -> Json:
+    def local_state(self) -> Plain:
         """Rank-local part of the position (see :class:`StatefulSource`), or None."""
         return self._source.local_state()
 
@@ -311,11 +311,11 @@ class MapSource:
         made: Iterator[Any] = self._iterator
         return made
 
-    def local_state(self) -> Json:
+    def local_state(self) -> Plain:
         """Nothing: the position says it all."""
         return None
 
-    def restore_local(self, state: Json) -> None:
+    def restore_local(self, state: Plain) -> None:
         """Saved by another kind of loader: the position is enough."""
 
     def close(self) -> None:
@@ -352,13 +352,13 @@ class StatefulSource:
         made: Iterator[Any] = self._iterator
         return made
 
-    def local_state(self) -> Json:
-        """The loader's ``state_dict`` as JSON."""
-        return encode(self._loader.state_dict(), "loader", _inline)
+    def local_state(self) -> Plain:
+        """The loader's ``state_dict`` as plain values."""
+        return split(self._loader.state_dict(), "loader", _inline)
 
-    def restore_local(self, state: Json) -> None:
+    def restore_local(self, state: Plain) -> None:
         """Load the loader's ``state_dict``."""
-        self._loader.load_state_dict(decode(state, _from_inline))
+        self._loader.load_state_dict(join(state, _from_inline))
         self._restored = True
 
     def close(self) -> None:
@@ -407,11 +407,11 @@ class ReplaySource:
                 yield item
             batch += 1
 
-    def local_state(self) -> Json:
+    def local_state(self) -> Plain:
         """Nothing."""
         return None
 
-    def restore_local(self, state: Json) -> None:
+    def restore_local(self, state: Plain) -> None:
         """Saved by another kind of loader: the position is enough."""
 
     def close(self) -> None:
@@ -420,15 +420,15 @@ class ReplaySource:
         self._iterator = None
 
 
-def _inline(value: Any, path: str) -> Json:
-    """A small tensor inside a loader's state, as JSON."""
+def _inline(value: Any, path: str) -> Plain:
+    """A small tensor inside a loader's state, as plain values."""
     if not isinstance(value, torch.Tensor):
         return None
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(value.shape), "data": encode(flat, path)}
+    return {"dtype": dtype, "shape": list(value.shape), "data": flat}
 
 
-def _from_inline(value: Json) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(decode(value["data"], _from_inline)), dtype=torch.uint8)
+def _from_inline(value: Plain) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(value["data"]), dtype=torch.uint8)
     return flat.view(getattr(torch, value["dtype"])).reshape(value["shape"])

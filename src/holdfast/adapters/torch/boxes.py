@@ -1,0 +1,123 @@
+"""Which region of a global tensor this rank holds, and its bytes.
+
+A plain tensor is its own whole. A ``DTensor`` is cut by its placements, each mesh dimension in order; a strided
+placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an index range
+with the placement's own rule, so they are right for whatever the placement does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import StateError
+from holdfast.store.layout import Box
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Part(NamedTuple):
+    """One region: ``box`` in the global tensor, ``where`` in the local one."""
+
+    box: Box
+    where: tuple[slice, ...]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank, without autograd; shares storage."""
+    with torch.no_grad():
+        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
+    """Regions of ``tensor`` that this rank holds; none when it is outside of the tensor's mesh.
+
+    Raises:
+        StateError: a pending reduction, or a placement whose local shape does not follow from its cut.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return [Part(Box.whole(shape), tuple(slice(0, n) for n in shape))]
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise StateError(
+            f"{name}: a DTensor with a pending reduction ({tensor.placements}) cannot be saved",
+            hint="redistribute it to Replicate() or Shard(dim) first",
+        )
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    local = tensor._local_tensor
+    runs = [_runs(tensor, dim, coordinate) for dim in range(tensor.ndim)]
+    for dim, dim_runs in enumerate(runs):
+        if sum(size for _, _, size in dim_runs) != local.shape[dim]:
+            raise StateError(
+                f"{name}: dimension {dim} holds {local.shape[dim]} elements here, its placements "
+                f"{tensor.placements} say {sum(size for _, _, size in dim_runs)}"
+            )
+    return [
+        Part(
+            Box(tuple(at for at, _, _ in combination), tuple(size for _, _, size in combination)),
+            tuple(slice(start, start + size) for _, start, size in combination),
+        )
+        for combination in itertools.product(*runs)
+    ]
+
+
+def _runs(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Consecutive stretches of one dimension: (global start, local start, size)."""
+    index = None
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        if index is None:
+            index = torch.arange(tensor.shape[dim])
+        cut, _ = placement._split_tensor(  # type: ignore[attr-defined]
+            # Cutting a column keeps the rule for dimension `dim` independent of the others.
+            index.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)]),
+            tensor.device_mesh.size(mesh_dim),
+            with_padding=False,
+        )
+        index = cut[coordinate[mesh_dim]].reshape(-1)
+    if index is None:
+        return [(0, 0, tensor.shape[dim])]
+    if not index.numel():
+        return [(0, 0, 0)]
+    breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
+    edges = [0, *breaks, index.numel()]
+    return [(int(index[a]), a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a local tensor in C order: its own memory when it is contiguous and on the CPU, else a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

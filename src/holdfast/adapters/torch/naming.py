@@ -1,0 +1,126 @@
+"""Names of parameters and buffers, as the user's own module spells them: no wrapper shows in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.errors import StateError, UnsupportedError, UsageError
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+# Wrapper class -> attribute of what is inside (the classes themselves live in modules that are slow to import).
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
+
+
+class Slot(NamedTuple):
+    """Where a buffer lives; user code may put another tensor there at any time."""
+
+    fqn: str
+    module: nn.Module
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        return self.module._buffers.get(self.key)
+
+
+class Names(NamedTuple):
+    """All names of a model. ``aliases`` maps the other names of a shared tensor to its first one."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: tuple[Slot, ...]
+    aliases: dict[str, str]
+
+
+def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
+    """The modules that the user gave, with the prefix of their names.
+
+    Raises:
+        UsageError: not a module, nor modules by name.
+    """
+    if isinstance(model, nn.Module):
+        return [("", model)]
+    if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
+        return [(f"{name}.", module) for name, module in model.items()]
+    raise UsageError(
+        f"model is a {type(model).__name__}, not a torch.nn.Module",
+        hint="session(model=net) or session(model={'generator': g, 'discriminator': d})",
+    )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, ``torch.compile`` and activation checkpointing.
+
+    Raises:
+        UnsupportedError: FSDP1, whose flat parameters have no names of their own.
+    """
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif type(module).__name__ in _WRAPPERS:
+            module = getattr(module, _WRAPPERS[type(module).__name__])
+        elif type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) is not supported: its flat parameters hide the model's names",
+                hint="torch.distributed.fsdp.fully_shard(module)",
+            )
+        else:
+            return module
+
+
+def names_of(model: Models) -> Names:
+    """Walk the model once.
+
+    Raises:
+        StateError: a parameter or buffer without memory (meta device) or of an unsupported layout.
+        UnsupportedError: see :func:`unwrap`.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: list[Slot] = []
+    aliases: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for prefix, top in modules_of(model):
+        for path, module in _walk(top, prefix):
+            for key, parameter in module._parameters.items():
+                if parameter is not None and _first(parameter, path + key, seen, aliases):
+                    parameters[path + key] = parameter
+            for key, buffer in module._buffers.items():
+                if buffer is not None and _first(buffer, path + key, seen, aliases):
+                    buffers.append(Slot(path + key, module, key))
+    return Names(parameters, tuple(buffers), aliases)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    inner = unwrap(module)
+    yield prefix, inner
+    for name, child in inner._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+def _first(tensor: torch.Tensor, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
+    if id(tensor) in seen:
+        aliases[fqn] = seen[id(tensor)]
+        return False
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise StateError(
+            f"{fqn} ({tensor.dtype}, {tensor.layout}, device {tensor.device}) cannot be saved",
+            hint="give the model memory (model.to_empty(device=...)) before holdfast.session(...)",
+        )
+    seen[id(tensor)] = fqn
+    return True
+
+
+def data_parallel(model: Models) -> list[DistributedDataParallel]:
+    """Every DDP wrapper in the model."""
+    return [
+        module
+        for _, top in modules_of(model)
+        for module in top.modules()
+        if isinstance(module, DistributedDataParallel)
+    ]

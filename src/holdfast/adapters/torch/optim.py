@@ -1,0 +1,242 @@
+"""Optimizers: by which name, which are refused, their state as names and tensors, and an undo copy of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.adapters.torch.boxes import TORCH_DTYPES
+from holdfast.adapters.values import Leaf, Plain, join, split
+from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.store.layout import Catalogue
+
+COMMUNICATING = {
+    "ZeroRedundancyOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
+    "PostLocalSGDOptimizer": "average the parameters in the block, before optimizer.step()",
+    "DistributedOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
+}
+"""Optimizers whose step() talks to peers: after the vote nobody could tell whether it happened. -> what to use."""
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
+    """One object, a list or a dict of them, as name -> object; a single one is called ``default``.
+
+    Raises:
+        UsageError: something else.
+    """
+    if value is None:
+        return {}
+    if is_kind(value):
+        return {"default": value}
+    if isinstance(value, Mapping):
+        named = {str(name): item for name, item in value.items()}
+    elif isinstance(value, list | tuple):
+        named = {str(index): item for index, item in enumerate(value)}
+    else:
+        named = {"": value}
+    for item in named.values():
+        if not is_kind(item):
+            raise UsageError(
+                f"{kind} got a {type(item).__name__}", hint=f"one {kind}, a list or a dict of them by name"
+            )
+    return named
+
+
+def named_optimizers(value: Any) -> dict[str, Optimizer]:
+    """The session's ``optimizer`` argument by name.
+
+    Raises:
+        UnsupportedError: an optimizer that communicates inside its step, or that runs inside backward.
+        UsageError: not optimizers.
+    """
+    named = cast(dict[str, Optimizer], by_name(value, "optimizer", lambda o: isinstance(o, Optimizer)))
+    for name, optimizer in named.items():
+        for base in type(optimizer).__mro__:
+            if base.__name__ in COMMUNICATING:
+                raise UnsupportedError(
+                    f"optimizer {name!r}: {base.__name__} communicates inside step(), where a lost peer would leave "
+                    "the ranks with different weights",
+                    hint=COMMUNICATING[base.__name__],
+                )
+    return named
+
+
+def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError for a model whose parameters are updated during backward, before any vote."""
+    for fqn, parameter in parameters.items():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise UnsupportedError(
+                f"{fqn}: _apply_optimizer_in_backward updates weights before the step is agreed",
+                hint="use an ordinary optimizer and call optimizer.step() in the block",
+            )
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything of the parameter groups but the parameters; shallow copies."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write group values back, tensors (a capturable learning rate) in place."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+class Undo:
+    """A copy of the parameters and state of some optimizers, to take tentative updates back."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, tuple[Optimizer, dict[torch.Tensor, Any]]] = {}
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Copy what the next update of ``optimizer`` changes, once until :meth:`clear`."""
+        if id(optimizer) in self._states:
+            return
+        with torch.no_grad():
+            for p in parameters_of(optimizer):
+                self._weights.setdefault(id(p), (p, p.detach().clone()))
+            states = {p: _clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
+        self._states[id(optimizer)] = (optimizer, states)
+
+    def restore(self) -> None:
+        """Put everything back and forget it."""
+        with torch.no_grad():
+            for parameter, saved in self._weights.values():
+                parameter.copy_(saved)
+        for optimizer, states in self._states.values():
+            for p in parameters_of(optimizer):
+                optimizer.state.pop(p, None)
+            optimizer.state.update(states)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the copies: the updates stand."""
+        self._weights.clear()
+        self._states.clear()
+
+    def weights(self) -> dict[int, torch.Tensor]:
+        """Untouched copies by ``id`` of the live parameter."""
+        return {key: saved for key, (_, saved) in self._weights.items()}
+
+    def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+        """The untouched state of ``optimizer``."""
+        recorded = self._states.get(id(optimizer))
+        return optimizer.state if recorded is None else recorded[1]
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _clone(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clone(item) for item in value]
+    return copy.deepcopy(value)
+
+
+class OptimizerState:
+    """One optimizer's state under the names of the parameters it belongs to."""
+
+    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.prefix = f"optimizer.{name}"
+        self.fqns: dict[str, torch.Tensor] = {}
+        for p in parameters_of(optimizer):
+            if id(p) not in names:
+                raise StateError(
+                    f"optimizer {name!r} updates a parameter of shape {list(p.shape)} that is not in the model",
+                    hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
+                )
+            self.fqns[names[id(p)]] = p
+
+    def size(self) -> int:
+        """Number of state entries: grows when the optimizer makes state, which is at its first update."""
+        return sum(map(len, self.optimizer.state.values()))
+
+    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
+        """Group values and per-parameter state as plain values; tensors go to ``leaf``."""
+        return {
+            "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
+            "state": {
+                fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", leaf)
+                for fqn, p in self.fqns.items()
+                if p in state
+            },
+        }
+
+    def prepare(
+        self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Allocate what ``saved`` (from :meth:`split`) names, add it to ``targets`` (name -> tensor to fill).
+
+        Returns: call it when the targets are filled; only then does the optimizer change.
+
+        Raises:
+            CheckpointMismatch: another number of parameter groups, or state of a tensor that the catalogue lacks.
+        """
+        if len(saved["groups"]) != len(self.optimizer.param_groups):
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} has {len(self.optimizer.param_groups)} parameter groups, "
+                f"the checkpoint {len(saved['groups'])}",
+                hint="build the optimizer as it was when the checkpoint was written",
+            )
+
+        def fetch(path: str, like: torch.Tensor | None, on_cpu: bool) -> torch.Tensor:
+            entry = catalogue.by_fqn.get(path)
+            if entry is None:
+                raise CheckpointMismatch(f"the checkpoint names {path} but does not hold it")
+            dtype = TORCH_DTYPES[entry.dtype]
+            targets[path] = allocate(entry.shape, dtype, like, on_cpu=on_cpu)
+            return targets[path]
+
+        groups = join(saved["groups"], lambda path: fetch(path, None, True))
+        states: dict[torch.Tensor, Any] = {}
+        for fqn, p in self.fqns.items():
+            group = next(g for g in self.optimizer.param_groups if any(q is p for q in g["params"]))
+            step_on_cpu = not (group.get("capturable") or group.get("fused"))
+            if fqn in saved["state"]:
+                states[p] = {
+                    key: join(
+                        item,
+                        lambda path, p=p, cpu=key == "step" and step_on_cpu: fetch(path, p, cpu),  # type: ignore[misc]
+                    )
+                    for key, item in saved["state"][fqn].items()
+                }
+
+        def finish() -> None:
+            set_hyperparameters(self.optimizer, groups)
+            for p in self.fqns.values():
+                self.optimizer.state.pop(p, None)
+            self.optimizer.state.update(states)
+
+        return finish
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None, *, on_cpu: bool = False
+) -> torch.Tensor:
+    """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device."""
+    if like is not None and tuple(shape) == tuple(like.shape) and not on_cpu:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    local = like._local_tensor if isinstance(like, DTensor) else like
+    device = torch.device("cpu") if local is None or on_cpu else local.device
+    return torch.empty(tuple(shape), dtype=dtype, device=device)

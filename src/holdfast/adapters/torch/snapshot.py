@@ -1,0 +1,128 @@
+"""What forward changes, copied at the start of a step and put back after an abort.
+
+Buffers (BatchNorm's running statistics), group values and scheduler state, the scaler's scale, and plain user state.
+Gradients are dropped, not restored: a step starts without any. Random generators need no copy (``rng.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from holdfast.adapters.torch.optim import Undo, hyperparameters, parameters_of, set_hyperparameters
+from holdfast.adapters.torch.state import Copies, TorchState
+
+SMALL_NUMEL = 65536
+"""Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
+batch norm writes its statistics without counting."""
+
+_SCALER_TENSORS = ("_scale", "_growth_tracker")
+
+
+class Snapshot:
+    """The state at the start of the current step. ``undo`` holds what ``step.update(name)`` changed since."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+        self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # fqn -> live, version, copy
+        self._groups: dict[str, list[dict[str, Any]]] = {}
+        self._plain: dict[str, Any] = {}
+        self._scaler: dict[str, torch.Tensor | None] = {}
+        self._extras: dict[str, Any] = {}
+        self.undo = Undo()
+
+    def take(self) -> None:
+        """Copy what the coming step may change before its vote."""
+        self._take_buffers()
+        state = self._state
+        self._groups = {name: hyperparameters(o.optimizer) for name, o in state.optimizers.items()}
+        for groups in self._groups.values():
+            for group in groups:
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key] = value.detach().clone()
+        self._plain = {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in state.schedulers.items()}
+        if state.scaler is not None:
+            # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
+            self._scaler = {key: _cloned(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
+        self._extras = {
+            name: copy.deepcopy(item) for name, item in state.extras.items() if type(item) in (dict, list)
+        }
+        self.undo.clear()
+
+    def _take_buffers(self) -> None:
+        with torch.no_grad():
+            for slot in self._state.names.buffers:
+                live = slot.get()
+                if live is None:
+                    continue
+                known = self._buffers.get(slot.fqn)
+                if known is not None and known[0] is live:
+                    if live.numel() > SMALL_NUMEL and live._version == known[1]:
+                        continue
+                    known[2].copy_(live)
+                    self._buffers[slot.fqn] = (live, live._version, known[2])
+                else:
+                    self._buffers[slot.fqn] = (live, live._version, live.detach().clone())
+
+    def restore(self) -> None:
+        """Put everything back and drop all gradients."""
+        state = self._state
+        self.undo.restore()
+        with torch.no_grad():
+            for slot in state.names.buffers:
+                known = self._buffers.get(slot.fqn)
+                if known is not None:
+                    live, _, saved = known
+                    slot.module._buffers[slot.key] = live
+                    live.copy_(saved)
+                    self._buffers[slot.fqn] = (live, live._version, saved)
+        for name, groups in self._groups.items():
+            set_hyperparameters(state.optimizers[name].optimizer, groups)
+        for name, scheduler in state.schedulers.items():
+            scheduler.load_state_dict(copy.deepcopy(self._plain[f"scheduler.{name}"]))
+        for key, saved_tensor in self._scaler.items():
+            setattr(state.scaler, key, _cloned(saved_tensor))
+        self._restore_extras()
+        self.drop_gradients()
+
+    def _restore_extras(self) -> None:
+        for name, saved in self._extras.items():
+            current = self._state.extras[name]
+            if isinstance(current, dict):
+                current.clear()
+                current.update(copy.deepcopy(saved))
+            else:
+                current[:] = copy.deepcopy(saved)
+
+    def drop_gradients(self) -> None:
+        """No parameter keeps a gradient."""
+        for parameter in self._state.names.parameters.values():
+            parameter.grad = None
+        for optimizer in self._state.optimizers.values():
+            for parameter in parameters_of(optimizer.optimizer):
+                parameter.grad = None
+
+    def copies(self) -> Copies:
+        """For :meth:`TorchState.collect`: the state at the start of the step."""
+        buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
+        plain = dict(self._plain)
+        scaler = self._state.scaler
+        if scaler is not None and self._scaler.get("_scale") is not None:
+            plain["scaler"] = _scaler_values(scaler, self._scaler)
+        return Copies(buffers, self._groups, plain, self.undo)
+
+
+def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """The scaler's state dict with the scale and the counter of the start of the step."""
+    values: dict[str, Any] = dict(scaler.state_dict())
+    scale, tracker = saved["_scale"], saved["_growth_tracker"]
+    if values and scale is not None and tracker is not None:
+        values["scale"], values["_growth_tracker"] = float(scale.item()), int(tracker.item())
+    return values

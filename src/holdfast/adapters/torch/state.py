@@ -1,0 +1,307 @@
+"""The training state as named tensors and plain values: what is saved, and how it comes back.
+
+Theory. Everything that training changes is either a tensor, known by a name and by the boxes this rank holds of it, or
+a plain value. ``collect`` walks the state once and returns both; a *frozen* collection reads buffers, schedulers, scaler
+and tentatively updated weights from the copies made at the start of the step, so that it shows the last committed step
+although the main thread may still be inside an aborted one.
+
+Names: parameters and buffers as the user's module spells them; ``optimizer.<name>.<parameter>.<key>``;
+``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. All buffers are saved, those that a module does
+not persist too: forward may have changed them, and a retry elsewhere must see what it saw here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from holdfast.adapters.torch.boxes import (
+    DTYPES,
+    TORCH_DTYPES,
+    Part,
+    byte_view,
+    is_direct,
+    local_of,
+    parts_of,
+)
+from holdfast.adapters.torch.naming import Models, names_of
+from holdfast.adapters.torch.optim import (
+    OptimizerState,
+    Undo,
+    allocate,
+    by_name,
+    hyperparameters,
+    refuse_in_backward,
+)
+from holdfast.adapters.torch.rng import Generator
+from holdfast.adapters.values import Plain, join, split
+from holdfast.errors import CheckpointMismatch, InternalError, StateError, UsageError
+from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+
+log = logging.getLogger("holdfast")
+
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+
+
+class Copies(NamedTuple):
+    """The state at the start of a step, where it may have changed since (see ``snapshot.py``)."""
+
+    buffers: Mapping[str, torch.Tensor]  # fqn -> copy
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    plain: Mapping[str, Any]  # "scheduler.<name>" or "scaler" -> state dict
+    undo: Undo
+
+
+class Collected:
+    """Tensors by name and the plain values beside them. Implements the store's ``TensorSource``."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Plain] = {}
+        self._parts: dict[str, dict[Box, Part]] = {}
+
+    def add(self, value: Any, path: str) -> Plain:
+        """A leaf: take ``value`` when it is a tensor or an array."""
+        if isinstance(value, np.ndarray):
+            return {"array": self.add(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        if not isinstance(value, torch.Tensor):
+            return None
+        if path in self.tensors:
+            raise StateError(f"two tensors of the state are called {path!r}", hint="rename one of them")
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_meta:
+            raise StateError(
+                f"{path}: a tensor of {value.dtype}, {value.layout} on {value.device} cannot be saved"
+            )
+        self.tensors[path] = value
+        return path
+
+    def parts(self, fqn: str) -> dict[Box, Part]:
+        """The regions of one tensor that this rank holds."""
+        if fqn not in self._parts:
+            self._parts[fqn] = {part.box: part for part in parts_of(self.tensors[fqn], fqn)}
+        return self._parts[fqn]
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """C-contiguous bytes of one box; shares memory with the state where it can."""
+        part = self.parts(fqn).get(box)
+        if part is None:
+            raise InternalError(f"this rank does not hold {fqn}{box}")
+        return byte_view(local_of(self.tensors[fqn])[part.where])
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """What this rank holds."""
+        metas = [
+            TensorMeta(fqn, DTYPES[tensor.dtype], tuple(tensor.shape), box)
+            for fqn, tensor in self.tensors.items()
+            for box in self.parts(fqn)
+        ]
+        return RankLayout(rank, tuple(metas), world_size)
+
+
+class TorchState:
+    """Model, optimizers, schedulers, scaler and extra objects of one rank.
+
+    Args:
+        model: a module, or modules by name.
+        optimizers: by name.
+        schedulers: one, a list or a dict of objects with ``state_dict``/``load_state_dict``.
+        scaler: a ``GradScaler`` or None.
+        extras: the user's own: objects with ``state_dict``/``load_state_dict``, plain values, or random generators
+            (those are seeded at each step and hold nothing to save).
+
+    Raises:
+        StateError: something that cannot be saved, by key path and type.
+        UsageError: an argument of a wrong type.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizers: Mapping[str, Optimizer],
+        schedulers: Any = None,
+        scaler: Any = None,
+        extras: dict[str, Any] | None = None,
+    ) -> None:
+        self.names = names_of(model)
+        refuse_in_backward(self.names.parameters)
+        fqns = {id(p): fqn for fqn, p in self.names.parameters.items()}
+        self.optimizers = {name: OptimizerState(name, o, fqns) for name, o in optimizers.items()}
+        self.schedulers = by_name(schedulers, "scheduler", _has_state)
+        self.scaler = scaler
+        if scaler is not None and not _has_state(scaler):
+            raise UsageError(f"scaler is a {type(scaler).__name__}, without state_dict()")
+        self.extras: dict[str, Any] = {} if extras is None else extras
+        self.generators: list[tuple[str, Generator]] = [
+            (name, item) for name, item in self.extras.items() if isinstance(item, GENERATORS)
+        ]
+        self.collect()
+
+    def size(self) -> int:
+        """Number of optimizer state entries: when it grows, the layout has changed."""
+        return sum(optimizer.size() for optimizer in self.optimizers.values())
+
+    def collect(self, copies: Copies | None = None) -> Collected:
+        """The state now, or with ``copies`` as it was at the start of the step.
+
+        Raises:
+            StateError: something that cannot be saved.
+        """
+        out = Collected()
+        weights = {} if copies is None else copies.undo.weights()
+        for fqn, parameter in self.names.parameters.items():
+            out.add(weights.get(id(parameter), parameter), fqn)
+        for slot in self.names.buffers:
+            buffer = slot.get() if copies is None else copies.buffers.get(slot.fqn)
+            if buffer is not None:
+                out.add(buffer, slot.fqn)
+        out.values = {
+            "aliases": dict(self.names.aliases),
+            "optimizers": {
+                name: o.split(
+                    out.add,
+                    hyperparameters(o.optimizer) if copies is None else copies.groups[name],
+                    o.optimizer.state if copies is None else copies.undo.state(o.optimizer),
+                )
+                for name, o in self.optimizers.items()
+            },
+            "schedulers": {
+                name: self._plain(f"scheduler.{name}", scheduler, copies, out)
+                for name, scheduler in self.schedulers.items()
+            },
+            "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, copies, out),
+            "state": {
+                name: split(item.state_dict() if _has_state(item) else item, f"state.{name}", out.add)
+                for name, item in self.extras.items()
+                if not isinstance(item, GENERATORS)
+            },
+        }
+        return out
+
+    def _plain(self, path: str, item: Any, copies: Copies | None, out: Collected) -> Plain:
+        known = None if copies is None else copies.plain.get(path)
+        return split(item.state_dict() if known is None else known, path, out.add)
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
+
+        Raises:
+            CheckpointMismatch: the checkpoint was written by a training script of another shape.
+        """
+        return Restore(self, catalogue, values)
+
+
+class Restore:
+    """One load: memory to fill (``targets``), then ``finish`` puts everything into place.
+
+    Attributes:
+        targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
+    """
+
+    def __init__(self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
+        self._state = state
+        self._catalogue = catalogue
+        self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._finish: list[Callable[[], None]] = []
+        self.targets: dict[str, torch.Tensor] = dict(state.names.parameters)
+        for slot in state.names.buffers:
+            buffer = slot.get()
+            if buffer is not None:
+                self.targets[slot.fqn] = buffer
+        self._same("optimizer", state.optimizers, values["optimizers"])
+        self._same("scheduler", state.schedulers, values["schedulers"])
+        for name, optimizer in state.optimizers.items():
+            saved = values["optimizers"][name]
+            self._finish.append(optimizer.prepare(saved, catalogue, self.targets))
+        for name, scheduler in state.schedulers.items():
+            self._load(f"scheduler.{name}", scheduler, values["schedulers"][name])
+        if state.scaler is not None:
+            if values["scaler"] is None:
+                log.warning("holdfast: the checkpoint holds no scaler; this run's scaler starts anew")
+            else:
+                self._load("scaler", state.scaler, values["scaler"])
+        self._prepare_extras(values["state"])
+
+    def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
+        if set(ours) != set(saved):
+            raise CheckpointMismatch(
+                f"this run has {kind}s {sorted(ours)}, the checkpoint {sorted(saved)}",
+                hint=f"give the {kind}s that wrote it, under the same names",
+            )
+
+    def _prepare_extras(self, saved: Mapping[str, Plain]) -> None:
+        for name, item in self._state.extras.items():
+            if isinstance(item, GENERATORS):
+                continue
+            if name not in saved:
+                log.warning(
+                    "holdfast: the checkpoint holds no state called %r; it keeps its initial value", name
+                )
+            elif _has_state(item):
+                self._load(f"state.{name}", item, saved[name])
+            else:
+                value = join(saved[name], self._fetch({}))
+                self._finish.append(lambda name=name, value=value: self._set_plain(name, value))  # type: ignore[misc]
+        for name in saved.keys() - self._state.extras.keys():
+            log.warning("holdfast: the checkpoint holds state called %r, which this run does not have", name)
+
+    def _set_plain(self, name: str, value: Any) -> None:
+        current = self._state.extras[name]
+        if isinstance(current, dict) and isinstance(value, dict):
+            current.clear()
+            current.update(value)
+        elif isinstance(current, list) and isinstance(value, list):
+            current[:] = value
+        else:
+            self._state.extras[name] = value
+
+    def _load(self, path: str, item: Any, saved: Plain) -> None:
+        current = Collected()
+        split(item.state_dict(), path, current.add)
+        value = join(saved, self._fetch(current.tensors))
+        self._finish.append(lambda: item.load_state_dict(value))
+
+    def _fetch(self, current: Mapping[str, torch.Tensor]) -> Callable[[Plain], Any]:
+        def fetch(stands_for: Plain) -> Any:
+            if isinstance(stands_for, dict):
+                return fetch(stands_for["array"]).numpy()
+            entry = self._catalogue.by_fqn.get(stands_for)
+            if entry is None:
+                raise CheckpointMismatch(f"the checkpoint names {stands_for} but does not hold it")
+            made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], current.get(stands_for))
+            self.targets[stands_for] = made
+            return made
+
+        return fetch
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every box to fill with its writable bytes; call :meth:`finish` afterwards."""
+        out: list[tuple[TensorMeta, memoryview]] = []
+        for fqn, tensor in self.targets.items():
+            local = local_of(tensor)
+            for part in parts_of(tensor, fqn):
+                meta = TensorMeta(fqn, DTYPES[tensor.dtype], tuple(tensor.shape), part.box)
+                region = local[part.where]
+                if not is_direct(region):
+                    staged = torch.empty(region.shape, dtype=region.dtype)
+                    self._direct.append((region, staged))
+                    region = staged
+                out.append((meta, byte_view(region)))
+        return out
+
+    def finish(self) -> None:
+        """All boxes are filled and verified: optimizers, schedulers, scaler and extras take the new state."""
+        with torch.no_grad():
+            for region, staged in self._direct:
+                region.copy_(staged)
+        for act in self._finish:
+            act()
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
