@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.inner import GLOO, NCCL, GroupSpec
-from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous, use_client
+from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous
 from holdfast.core.ids import NO_GENERATION
 from holdfast.errors import UnsupportedError
 
-__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed", "use_client"]
+__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed"]
 
 BACKEND = "holdfast"
 _HELPER = "_new_process_group_helper"

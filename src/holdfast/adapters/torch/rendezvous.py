@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from holdfast.core.ids import Generation
 from holdfast.core.messages import KvReply
 from holdfast.errors import GroupError, UnsupportedError
+from holdfast.runtime.client import Client, KvOp
 
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
@@ -37,7 +38,7 @@ class ControlClient(Protocol):
 
     def kv(
         self,
-        op: str,
+        op: KvOp,
         keys: tuple[str, ...] = (),
         value: bytes = b"",
         expected: bytes = b"",
@@ -46,18 +47,9 @@ class ControlClient(Protocol):
     ) -> KvReply: ...
 
 
-_find_client: Callable[[], ControlClient | None] = lambda: None  # noqa: E731
-
-
-def use_client(find: Callable[[], ControlClient | None]) -> None:
-    """Tell where the control client of this process is found (looked up at each use; may find None)."""
-    global _find_client
-    _find_client = find
-
-
 def control_client() -> ControlClient | None:
-    """The control client of this process, or None."""
-    return _find_client()
+    """The control client of this process, or None. Looked up at each use: a session may start one late."""
+    return Client.current()
 
 
 def never() -> str:
@@ -83,55 +75,60 @@ class ControlStore(Store):
         self._stop = stop
         self._timeout_s = DEFAULT_TIMEOUT_S
 
-    def _key(self, key: str) -> str:
-        return self._prefix + key
+    def _ask(
+        self, op: KvOp, key: str, *, value: bytes = b"", expected: bytes = b"", amount: int = 0
+    ) -> KvReply:
+        reply = self._client.kv(op, (self._prefix + key,), value=value, expected=expected, amount=amount)
+        if reply.error:
+            raise GroupError(f"key-value store: {op} {self._prefix + key}: {reply.error}")
+        return reply
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.kv("set", (self._key(key),), value=_as_bytes(value))
+        self._ask("set", key, value=_as_bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._client.kv("get", (self._key(key),)).value
+        return self._ask("get", key).value
 
     def add(self, key: str, value: int) -> int:
-        return self._client.kv("add", (self._key(key),), amount=value).number
+        return self._ask("add", key, amount=value).number
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._client.kv("append", (self._key(key),), value=_as_bytes(value))
+        self._ask("append", key, value=_as_bytes(value))
 
     def check(self, keys: list[str]) -> bool:
-        return self._client.kv("check", tuple(map(self._key, keys))).ok
+        return self._client.kv("check", tuple(self._prefix + key for key in keys)).ok
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._client.kv(
-            "compare_set",
-            (self._key(key),),
-            value=_as_bytes(desired_value),
-            expected=_as_bytes(expected_value),
+        return self._ask(
+            "compare_set", key, value=_as_bytes(desired_value), expected=_as_bytes(expected_value)
         ).value
 
     def delete_key(self, key: str) -> bool:
-        return self._client.kv("delete", (self._key(key),)).ok
+        return self._ask("delete", key).ok
 
     def num_keys(self) -> int:
-        return self._client.kv("count", (self._prefix,)).number
+        return self._ask("count", "").number
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        names = tuple(map(self._key, keys))
+        names = tuple(self._prefix + key for key in keys)
         while True:
             if reason := self._stop():
                 raise GroupError(f"waiting for peers was stopped: {reason}")
             left_s = deadline - time.monotonic()
-            if not self._client.kv("wait", names, timeout_s=max(0.0, min(WAIT_SLICE_S, left_s))).error:
+            reply = self._client.kv("wait", names, timeout_s=max(0.0, min(WAIT_SLICE_S, left_s)))
+            if not reply.error:
                 return
+            if reply.error != "timeout":
+                raise GroupError(f"waiting for peers ended: {reply.error}")
             if left_s <= 0:
                 raise dist.DistStoreError(f"no peer set {', '.join(names)} within {limit_s:g} s")
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
-        return [self._client.kv("get", (self._key(key),)).value for key in keys]
+        return [self._ask("get", key).value for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
