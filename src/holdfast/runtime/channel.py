@@ -62,6 +62,16 @@ class Hub(Generic[M]):
         server = await loop.create_server(lambda: Channel(self, role=None), host, 0)
         return server, int(server.sockets[0].getsockname()[1])
 
+    async def close(self, timeout_s: float) -> None:
+        """Close all channels, each after what is queued is sent; a peer that does not read is cut off."""
+        closing = {channel.closed for channel in self.channels}
+        for channel in list(self.channels):
+            channel.close()
+        if closing:
+            await asyncio.wait(closing, timeout=timeout_s)
+        for channel in list(self.channels):
+            channel.abort()
+
     async def connect(self, host: str, port: int, role: str) -> Channel[M]:
         """Connect and wait for the handshake.
 
@@ -82,6 +92,7 @@ class Channel(asyncio.Protocol, Generic[M]):
     def __init__(self, hub: Hub[M], role: str | None) -> None:
         self.hub = hub
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._role = role
         self._link = Link(hub.codec, hub.token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=hub.refused)
         self._transport: asyncio.Transport | None = None
@@ -114,6 +125,11 @@ class Channel(asyncio.Protocol, Generic[M]):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close now, whatever is queued."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # asyncio calls these
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -144,6 +160,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport = None
+        self.closed.set_result(None)
         self._fail(ConnectionResetError("the connection closed during the handshake"))
         if self in self.hub.channels:
             self.hub.channels.discard(self)

@@ -15,6 +15,10 @@ from holdfast.journal import Journal
 class Machine(Protocol):
     """What every machine of ``core/`` offers."""
 
+    def start(self, now: float) -> list[Command]:
+        """The first commands, before any event."""
+        ...
+
     def handle(self, now: float, event: Message) -> list[Command]:
         """Take one event in; return the effects, in order."""
         ...
@@ -37,12 +41,19 @@ class Driver:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._journal = journal
         self._execute = execute
-        self._events: deque[Message] = deque()
+        self._events: deque[Message | None] = deque()  # None: start
         self._busy = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
+    def start(self) -> None:
+        """Let the machine begin; before any :meth:`post`."""
+        self._run(None)
+
     def post(self, event: Message) -> None:
         """Handle ``event``, after those that are being handled. Nothing happens once the driver failed or closed."""
+        self._run(event)
+
+    def _run(self, event: Message | None) -> None:
         self._events.append(event)
         if self._busy:
             return
@@ -64,8 +75,9 @@ class Driver:
         self._timers.clear()
         self._events.clear()
 
-    def _step(self, event: Message) -> None:
-        commands = self.machine.handle(time.monotonic(), event)
+    def _step(self, event: Message | None) -> None:
+        now = time.monotonic()
+        commands = self.machine.start(now) if event is None else self.machine.handle(now, event)
         records = [command for command in commands if isinstance(command, Record)]
         durable = any(not isinstance(command, Record | SetTimer | CancelTimer) for command in commands)
         for index, record in enumerate(records):

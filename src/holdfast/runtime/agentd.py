@@ -1,0 +1,385 @@
+"""The agent process of one node: ``core.agent.Agent`` behind a driver, and everything that it asks for.
+
+``python -m holdfast.runtime.agentd RUNDIR``. Server for workers and command line, client of the controller (which it
+starts again when it dies), owner of the status pages, parent or adopter of the workers. A successor adopts what a dead
+agent left: workers (status pages and pidfds), zygote and controller (their endpoint files).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.agent import Agent
+from holdfast.core.config import AgentConfig
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import (
+    Ack,
+    Command,
+    EndRun,
+    ExitRun,
+    Finish,
+    KillMember,
+    KvReply,
+    KvRequest,
+    LauncherGone,
+    MemberExited,
+    MemberStarted,
+    RankState,
+    RestartController,
+    Send,
+    StartMembers,
+    StopRun,
+    WireMessage,
+    WorkerHello,
+)
+from holdfast.core.page import Phase, Word
+from holdfast.errors import InternalError, ProtocolError
+from holdfast.exits import Exit
+from holdfast.journal import Journal
+from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.driver import Driver
+from holdfast.runtime.kv import KvServer
+from holdfast.runtime.page import Page
+from holdfast.runtime.procs import Processes, belongs, recorded_members, sweep
+from holdfast.runtime.reach import ControllerLink
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.spawn import Order, free_port
+from holdfast.wire import MESSAGES
+
+LOCK_WAIT_S = 5.0
+LINGER_S = 1.0
+LIBRARY_LINGER_S = 10.0
+
+STATE_OF_PHASE: dict[Phase, RankState] = {
+    Phase.STARTING: "starting",
+    Phase.READY: "ready",
+    Phase.FORWARD: "compute",
+    Phase.BACKWARD: "compute",
+    Phase.VOTE: "voting",
+    Phase.UPDATE: "updating",
+    Phase.COMMIT: "updating",
+    Phase.SAVE: "ready",
+    Phase.ABORTED: "aborted",
+    Phase.IN_DOUBT: "in_doubt",
+    Phase.TORN: "torn",
+    Phase.FINISHED: "finished",
+    Phase.LEFT: "finished",
+}
+
+
+class AgentDaemon:
+    """One node's agent."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._settings = RunSettings.load(run.path)
+        self._node_id = NodeId(f"node{self._settings.node_rank}")
+        self._journal = Journal.open(run.journal, f"agent {self._node_id}")
+        self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._workers: dict[MemberId, Channel[WireMessage]] = {}
+        self._member_of: dict[Channel[WireMessage], MemberId] = {}
+        self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
+        self._exited: set[MemberId] = set()
+        self._kv: KvServer[MemberId] = KvServer()
+        config = AgentConfig(
+            node_id=self._node_id, slots=self._settings.nproc, pid=os.getpid(), grace_s=self._settings.grace_s
+        )
+        self._driver = Driver(Agent(config), self._journal, self._execute)
+        self._procs = Processes(
+            run, self._settings, self._journal, on_started=self._started, on_exited=self._gone
+        )
+        self._controller = ControllerLink(run, self._journal, self._driver.post)
+        self._hub: Hub[WireMessage] = Hub(
+            MESSAGES,
+            run.token(),
+            on_open=lambda channel: None,
+            on_message=self._heard,
+            on_close=self._closed,
+        )
+
+    async def serve(self) -> int:
+        """Run until the run is over; returns its exit code.
+
+        Raises:
+            HoldfastError: the machine or its surroundings broke; the launcher starts a successor.
+        """
+        server, port = await self._hub.listen()
+        self._run.write_endpoint("agent", "127.0.0.1", port)
+        self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        self._watch_launcher()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._signalled, number)
+        self._procs.want_zygote()
+        self._adopt()
+        self._controller.reach()
+        ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._driver.failure.done():
+            error = self._driver.failure.exception()
+            self._journal.append(
+                "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
+            )
+            self._driver.failure.result()
+        await self._end(server)
+        return self._over.result()
+
+    async def _end(self, server: asyncio.Server) -> None:
+        """Leave nothing behind: processes, pages, endpoints."""
+        self._driver.close()
+        await self._procs.end(kill=not self._settings.library)
+        await self._controller.end()
+        server.close()
+        await self._hub.close(LINGER_S)
+        if self._hub.refused:
+            counts = [f"{reason}: {count}" for reason, count in sorted(self._hub.refused.items())]
+            self._journal.append("frames_refused", {"counts": counts})
+        if not self._settings.library:
+            left = sweep(self._run)
+            if left:
+                self._journal.append("leftovers_killed", {"pids": left})
+        self._run.remove_pages()
+        self._run.remove_endpoint("agent")
+        self._journal.append("agent_ended", {"code": self._over.result()})
+        self._journal.close()
+
+    # ------------------------------------------------------------ beginnings
+
+    def _watch_launcher(self) -> None:
+        parent = os.getppid()
+        if parent == 1 or self._settings.library:
+            return
+        try:
+            pidfd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            self._driver.post(LauncherGone())
+            return
+        loop = asyncio.get_running_loop()
+
+        def gone() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._driver.post(LauncherGone())
+
+        loop.add_reader(pidfd, gone)
+
+    def _adopt(self) -> None:
+        """Take over the workers of a dead agent; those that died meanwhile are reported from their pages."""
+        for member_id, pid in recorded_members(self._run):
+            if pid and (self._settings.library or belongs(pid, self._run)):
+                self._procs.adopt(member_id, pid)
+            else:
+                self._gone(member_id, pid, None, None, time.monotonic_ns())
+
+    def _signalled(self, number: signal.Signals) -> None:
+        self._driver.post(
+            ExitRun(grace_s=self._settings.grace_s, source=f"{number.name} to the agent (pid {os.getpid()})")
+        )
+
+    # ------------------------------------------------------------ in
+
+    def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        if channel.peer_role == "worker":
+            self._heard_worker(channel, message)
+        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun):
+            self._askers.append(channel)
+            self._driver.post(message)
+        else:
+            self._refuse(channel)
+
+    def _heard_worker(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        if isinstance(message, WorkerHello) and channel not in self._member_of:
+            self._welcome(channel, message)
+            return
+        member_id = self._member_of.get(channel)
+        if member_id is None or getattr(message, "member_id", member_id) != member_id:
+            self._refuse(channel)
+        elif isinstance(message, KvRequest):
+            self._answer(self._kv.request(time.monotonic(), member_id, message))
+            if message.op == "wait":
+                asyncio.get_running_loop().call_later(message.timeout_s, self._expire)
+        else:
+            self._driver.post(message)
+
+    def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
+        member_id = hello.member_id
+        if member_id in self._exited or not self._run.page_path(member_id).exists():
+            # A process that was given up (its fork was lost with a zygote): it must not linger.
+            self._journal.append("ghost_killed", {"member": member_id, "pid": hello.pid})
+            if belongs(hello.pid, self._run):
+                os.kill(hello.pid, signal.SIGKILL)
+            self._refuse(channel)
+            return
+        self._member_of[channel] = member_id
+        self._workers[member_id] = channel
+        self._procs.adopt(member_id, hello.pid)
+        self._driver.post(hello)
+
+    def _refuse(self, channel: Channel[WireMessage]) -> None:
+        self._hub.refused["out of place"] += 1
+        channel.close()
+
+    def _closed(self, channel: Channel[WireMessage]) -> None:
+        member_id = self._member_of.pop(channel, None)
+        if member_id is not None and self._workers.get(member_id) is channel:
+            del self._workers[member_id]
+            self._kv.forget(member_id)
+
+    def _expire(self) -> None:
+        self._answer(self._kv.expire(time.monotonic()))
+
+    def _answer(self, replies: list[tuple[MemberId, KvReply]]) -> None:
+        for member_id, reply in replies:
+            channel = self._workers.get(member_id)
+            if channel is not None:
+                channel.send(reply)
+
+    def _started(self, member_id: MemberId, pid: int) -> None:
+        self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
+
+    def _gone(
+        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, died_ns: int
+    ) -> None:
+        if member_id in self._exited or self._over.done():
+            return
+        self._exited.add(member_id)
+        event = read_death(self._run.page_path(member_id), member_id, self._node_id, code, killed_by, died_ns)
+        self._driver.post(event)
+        if self._settings.library and not self._procs.living:
+            asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
+
+    def _finish_library(self) -> None:
+        if not self._procs.living:
+            self._finish(int(Exit.OK))
+
+    def _finish(self, code: int) -> None:
+        if not self._over.done():
+            self._over.set_result(code)
+
+    # ------------------------------------------------------------ out
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Send):
+            self._send(command)
+        elif isinstance(command, RestartController):
+            self._controller.restart()
+        elif isinstance(command, Finish):
+            self._finish(command.code)
+        else:
+            raise InternalError(f"the agent cannot carry out {type(command).__name__}")
+
+    def _send(self, command: Send) -> None:
+        message = command.message
+        if command.to == "shell":
+            self._act(message)
+        elif command.to == "controller":
+            self._controller.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
+        elif command.to == "launcher":
+            if isinstance(message, Ack) and self._askers:
+                self._askers.popleft().send(message)
+        else:
+            channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
+            if (
+                channel is not None
+            ):  # a worker that reconnects says where it stands; the machine tells it again
+                channel.send(message)  # type: ignore[arg-type]
+
+    def _act(self, message: object) -> None:
+        if isinstance(message, StartMembers):
+            self._start(message)
+        elif isinstance(message, KillMember):
+            self._procs.kill(message.member_id, message.grace_s)
+        elif isinstance(message, EndRun):
+            self._finish(message.code)
+        else:
+            raise InternalError(f"the agent cannot act on {type(message).__name__}")
+
+    def _start(self, order: StartMembers) -> None:
+        """Start the members of one generation; nothing of the one before is left when this is asked."""
+        self._kv.clear()
+        port = self._settings.master_port or free_port()
+        for assignment in order.members:
+            self._procs.start(
+                Order(
+                    assignment,
+                    order.generation,
+                    order.world_size,
+                    order.attempt,
+                    order.restart_count,
+                    order.resume,
+                    port,
+                )
+            )
+
+
+def read_death(
+    path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
+) -> MemberExited:
+    """What a dead member left on its status page, as the event that reports its end."""
+    generation, step, phase, local = Generation(0, 0), 0, Phase.STARTING, b""
+    try:
+        page = Page.open(path)
+    except (OSError, ProtocolError):
+        page = None
+    if page is not None:
+        generation = Generation.unpack(page[Word.GENERATION])
+        step, phase = page.state()
+        local = page.read_local()[1]
+        page.close()
+    if code is None and killed_by is None and phase is Phase.LEFT:
+        code = 0  # nobody could wait for it, but it said that it ended in order
+    return MemberExited(
+        member_id=member_id,
+        node_id=node_id,
+        generation=generation,
+        code=code,
+        signal=killed_by,
+        state=STATE_OF_PHASE[phase],
+        step=step,
+        detail=phase.name.lower(),
+        local=local,
+        died_ns=died_ns,
+    )
+
+
+def lock_agent(run: RunDir) -> int:
+    """Be the only agent of this run directory; returns the locked fd.
+
+    Raises:
+        ProtocolError: another agent lives.
+    """
+    fd = os.open(run.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise ProtocolError(f"another agent holds {run.path}") from error
+            time.sleep(0.02)
+
+
+def main(run_dir: str) -> int:
+    """Run one agent; returns the exit code of the run."""
+
+    async def serve() -> int:
+        return await AgentDaemon(run).serve()
+
+    run = RunDir(Path(run_dir))
+    lock_agent(run)
+    return asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

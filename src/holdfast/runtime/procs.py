@@ -1,0 +1,430 @@
+"""The worker processes of one node: started by the zygote or directly, watched by pidfd, killed with their groups.
+
+A pidfd fires within a millisecond of a death, whoever the parent is; the exit status comes from whoever may wait
+for the process (the zygote, or this agent) and is waited for shortly. Every member gets exactly one ``on_exited``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.core.ids import MemberId
+from holdfast.core.page import Word
+from holdfast.errors import ProtocolError
+from holdfast.journal import Journal
+from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.spawn import (
+    ZYGOTE_MESSAGES,
+    Exited,
+    Order,
+    Preloaded,
+    Quit,
+    Spawn,
+    Spawned,
+    ZygoteMessage,
+    worker_env,
+    worker_log,
+)
+
+STATUS_WAIT_S = 0.5
+ZYGOTE_START_S = 60.0
+QUIT_WAIT_S = 1.0
+POLL_S = 0.01
+
+
+class Life:
+    """One member's process."""
+
+    def __init__(
+        self, member_id: MemberId, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.member_id = member_id
+        self.pid = pid
+        self.pidfd = pidfd
+        self.child = child
+        self.died_ns = 0
+        self.status: tuple[int | None, int | None] | None = None  # code, signal
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Processes:
+    """All workers of this node.
+
+    Args:
+        on_started: (member, pid).
+        on_exited: (member, pid, code, signal, died_ns); the process is gone, its group killed.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        journal: Journal,
+        *,
+        on_started: Callable[[MemberId, int], None],
+        on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
+    ) -> None:
+        self.living: dict[MemberId, Life] = {}
+        self._run = run
+        self._settings = settings
+        self._journal = journal
+        self._on_started = on_started
+        self._on_exited = on_exited
+        self._statuses: dict[int, tuple[int | None, int | None]] = {}  # by pid: told before the pidfd fired
+        self._asked: dict[MemberId, Order] = {}  # Spawn sent, no answer yet
+        self._waiting: list[Order] = []  # for the zygote
+        self._zygote: Channel[ZygoteMessage] | None = None
+        self._zygote_process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._hopeless = not settings.zygote or settings.kind == "executable" or settings.library
+        self._ending = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._hub: Hub[ZygoteMessage] = Hub(
+            ZYGOTE_MESSAGES,
+            run.token(),
+            on_open=lambda channel: None,
+            on_message=self._heard,
+            on_close=self._zygote_lost,
+        )
+
+    # ------------------------------------------------------------ zygote
+
+    def want_zygote(self) -> None:
+        """Connect to the zygote of this run, or start one."""
+        if not self._hopeless and not self._ending and self._connecting is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._reach_zygote())
+
+    async def _reach_zygote(self) -> None:
+        try:
+            if await self._join_zygote():
+                return
+            self._start_zygote()
+            deadline = time.monotonic() + ZYGOTE_START_S
+            while time.monotonic() < deadline and not self._ending:
+                if self._zygote_process is not None and self._zygote_process.poll() is not None:
+                    break
+                if await self._join_zygote():
+                    return
+                await asyncio.sleep(POLL_S)
+            self._give_up_zygote()
+        finally:
+            self._connecting = None
+
+    async def _join_zygote(self) -> bool:
+        endpoint = self._run.read_endpoint("zygote")
+        if endpoint is None:
+            return False
+        try:
+            self._zygote = await self._hub.connect(endpoint.host, endpoint.port, "agent")
+        except (OSError, ProtocolError):
+            return False
+        return True
+
+    def _start_zygote(self) -> None:
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+        env = {
+            **os.environ,
+            **self._settings.env,
+            "OMP_NUM_THREADS": "1",
+            "HOLDFAST_RUN_DIR": str(self._run.path),
+        }
+        with (self._run.path / "zygote.log").open("ab") as log:
+            self._zygote_process = subprocess.Popen(
+                [self._python(), "-m", "holdfast.runtime.zygote", str(self._run.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._settings.cwd or None,
+                env=env,
+                start_new_session=True,
+            )
+
+    def _give_up_zygote(self) -> None:
+        if self._ending:
+            return
+        self._hopeless = True
+        log = str(self._run.path / "zygote.log")
+        self._journal.append("zygote_unusable", {"log": log, "then": "every worker is started from scratch"})
+        self._start_waiting()
+
+    def _zygote_lost(self, channel: Channel[ZygoteMessage]) -> None:
+        if channel is not self._zygote:
+            return
+        self._zygote = None
+        self._ready = False
+        if self._zygote_process is not None:
+            self._zygote_process.poll()
+        if self._ending:
+            return
+        self._journal.append("zygote_lost", {})
+        asked, self._asked = self._asked, {}
+        for member_id in asked:
+            # The fork may or may not have happened; a worker that shows up later belongs to no roster and is refused.
+            self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+        self.want_zygote()
+
+    def _heard(self, channel: Channel[ZygoteMessage], message: ZygoteMessage) -> None:
+        if isinstance(message, Preloaded):
+            self._preloaded(message)
+        elif isinstance(message, Spawned):
+            self._spawned(message)
+        elif isinstance(message, Exited):
+            self._statuses[message.pid] = (message.code, message.signal)
+            life = self.living.get(message.member_id)
+            if life is not None and life.pid == message.pid:
+                life.status = (message.code, message.signal)
+                if life.died_ns:
+                    self._gone(life)
+
+    def _preloaded(self, message: Preloaded) -> None:
+        self._journal.append(
+            "zygote_ready",
+            {
+                "imports": [f"{name} {seconds:.3f} s" for name, seconds in message.seconds.items()],
+                "missing": [f"{name}: {error}" for name, error in message.missing.items()],
+                "threads": message.threads,
+                "total_s": round(sum(message.seconds.values()), 3),
+            },
+        )
+        self._ready = True
+        self._start_waiting()
+
+    def _spawned(self, message: Spawned) -> None:
+        order = self._asked.pop(message.member_id, None)
+        if not message.error:
+            self.adopt(message.member_id, message.pid)
+        elif order is not None:
+            self._journal.append("zygote_refused", {"reason": message.error})
+            self._exec(order)
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self.start(order)
+
+    # ------------------------------------------------------------ members
+
+    def start(self, order: Order) -> None:
+        """Start one worker; its page exists before it does. Repeated orders are harmless.
+
+        Raises:
+            OSError: no space for the page, or no permission for the log.
+        """
+        member_id = order.assignment.member_id
+        if member_id in self.living or member_id in self._asked or order in self._waiting:
+            return
+        path = self._run.page_path(member_id)
+        if not path.exists():
+            rank = order.assignment.rank
+            Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
+        if self._hopeless:
+            self._exec(order)
+        elif self._ready and self._zygote is not None:
+            self._asked[member_id] = order
+            env = worker_env(self._run, self._settings, order)
+            self._zygote.send(Spawn(member_id, env, worker_log(self._run, self._settings, order)))
+        else:
+            self._waiting.append(order)
+            self.want_zygote()
+
+    def _exec(self, order: Order) -> None:
+        """Start one worker without the zygote."""
+        settings = self._settings
+        argv = [self._python(), "-m", "holdfast.runtime.worker"]
+        if settings.kind == "executable":
+            argv = [settings.target, *settings.args]
+        log_path = Path(worker_log(self._run, settings, order))
+        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        member_id = order.assignment.member_id
+        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=fd,
+                stderr=fd,
+                cwd=settings.cwd or None,
+                env={**os.environ, **worker_env(self._run, settings, order)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.write(fd, f"holdfast: cannot start {argv[0]}: {error.strerror}\n".encode())
+            code = 126 if isinstance(error, PermissionError) else 127
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._on_exited, member_id, 0, code, None, time.monotonic_ns())
+            return
+        finally:
+            os.close(fd)
+        self.adopt(member_id, child.pid, child)
+
+    def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Watch a process that exists (or just ended)."""
+        if member_id in self.living:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pidfd = -1
+        life = self.living[member_id] = Life(member_id, pid, pidfd, child)
+        life.status = self._statuses.get(pid)
+        self._on_started(member_id, pid)
+        loop = asyncio.get_running_loop()
+        if pidfd >= 0:
+            loop.add_reader(pidfd, self._died, life)
+        else:
+            loop.call_soon(self._died, life)
+
+    def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
+        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. Unknown members are no error."""
+        life = self.living.get(member_id)
+        if life is None or life.pidfd < 0:
+            return
+        if life.timer is not None:
+            life.timer.cancel()
+            life.timer = None
+        if grace_s <= 0:
+            _signal(life, signal.SIGKILL)
+            kill_group(life.pid)
+            return
+        _signal(life, signal.SIGTERM)
+        life.timer = asyncio.get_running_loop().call_later(grace_s, self.kill, member_id)
+
+    async def end(self, *, kill: bool) -> None:
+        """Kill every worker, wait until they are gone, and end the zygote."""
+        self._ending = True
+        self._waiting.clear()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        while kill and (self.living or self._asked) and self._zygote_lives_or(bool(self.living)):
+            for member_id in list(self.living):
+                self.kill(member_id)
+            await asyncio.sleep(POLL_S)
+        if self._zygote is not None:
+            self._zygote.send(Quit())
+        await self._end_zygote()
+
+    def _zygote_lives_or(self, otherwise: bool) -> bool:
+        return self._zygote is not None or otherwise
+
+    async def _end_zygote(self) -> None:
+        """A zygote that still imports cannot hear Quit: it is killed."""
+        process = self._zygote_process
+        if process is None:
+            return
+        try:
+            await asyncio.to_thread(process.wait, QUIT_WAIT_S if self._zygote is not None else 0.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+
+    def _python(self) -> str:
+        return self._settings.python or sys.executable
+
+    def _died(self, life: Life) -> None:
+        loop = asyncio.get_running_loop()
+        life.died_ns = time.monotonic_ns()
+        if life.pidfd >= 0:
+            loop.remove_reader(life.pidfd)
+        kill_group(life.pid)
+        if life.child is not None:
+            code = life.child.wait()
+            life.status = (code, None) if code >= 0 else (None, -code)
+        if life.timer is not None:
+            life.timer.cancel()
+        if life.status is not None or self._zygote is None:
+            self._gone(life)
+        else:
+            life.timer = loop.call_later(STATUS_WAIT_S, self._gone, life)
+
+    def _gone(self, life: Life) -> None:
+        if self.living.get(life.member_id) is not life:
+            return
+        del self.living[life.member_id]
+        self._statuses.pop(life.pid, None)
+        if life.timer is not None:
+            life.timer.cancel()
+        if life.pidfd >= 0:
+            os.close(life.pidfd)
+        code, killed_by = life.status or (None, None)
+        self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL what is left of the process group that ``pid`` leads."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+async def wait_gone(pid: int, timeout_s: float) -> None:
+    """Return when process ``pid`` is gone, or after ``timeout_s``."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(pidfd, gone.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await gone.wait()
+    except TimeoutError:
+        return
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def _signal(life: Life, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(life.pidfd, number)
+    except ProcessLookupError:
+        return
+
+
+def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
+    """(member, pid) of every status page, the dead included; pid 0: it never ran."""
+    found = []
+    for path in sorted(run.pages().glob("page-*")):
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            continue  # half-made by an agent that died
+        found.append((MemberId(page[Word.MEMBER]), page[Word.PID]))
+        page.close()
+    return found
+
+
+def belongs(pid: int, run: RunDir) -> bool:
+    """True when ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
+    wanted = f"HOLDFAST_RUN_DIR={run.path}".encode()
+    try:
+        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def sweep(run: RunDir) -> list[int]:
+    """SIGKILL every process that inherited this run's environment, whatever session it moved to; returns the pids."""
+    killed = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid() and belongs(int(entry), run):
+            try:
+                os.kill(int(entry), signal.SIGKILL)
+                killed.append(int(entry))
+            except ProcessLookupError:
+                continue
+    return killed
