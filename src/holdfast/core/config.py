@@ -1,0 +1,46 @@
+"""Bounds and limits of the control plane, in one place; seconds unless the name says otherwise."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a controller. The defaults suit one machine."""
+
+    run_id: str
+    world_size: int
+    nnodes: int = 1
+    term: int = 1  # counts controllers of this run; more than 1: a successor, re-derives what is going on
+    library: bool = False  # the workers were started by someone else: never start any
+
+    max_restarts: int = 16  # faults answered within the window below
+    restart_window_s: float = 3600.0
+    retries_per_step_max: int = 2  # retries in place of one step before its workers are restarted
+    save_attempts_max: int = 3  # last-gasp attempts of one recovery
+
+    beat_s: float = 1.0  # heartbeat of an agent
+    lost_s: float = 3.0  # an agent is suspected after this silence
+    adoption_s: float = 10.0  # and given up when no successor has joined after this much more
+    startup_s: float = 120.0  # agents and workers have to report within this
+    fault_grace_s: float = 0.3  # a collective broke: wait this long for a death that explains it
+    quiesce_s: float = 5.0  # leave collectives within this, or be killed
+    starting_quiesce_s: float = 1.0  # the same for a worker that has no session yet
+    failing_s: float = 2.0  # a worker that reported its exception exits within this, or is killed
+    gasp_s: float = 60.0  # a source writes its share of a last-gasp checkpoint within this, or is killed
+    leave_s: float = 5.0  # a worker told to leave exits within this, or is killed
+    kill_s: float = 30.0  # a killed process that still exists after this is given up
+    term_grace_s: float = 10.0  # SIGTERM before SIGKILL, for scripts without a session
+    grace_s: float = 300.0  # deadline of a graceful exit that a worker asked for
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an agent."""
+
+    node_id: str
+    slots: int
+    pid: int = 0
+    beat_s: float = 1.0
+    grace_s: float = 300.0  # deadline of the graceful exit that a lost launcher causes
+    pending_max: int = 10_000  # messages kept while there is no controller
+    restarts_max: int = 16  # controllers started again

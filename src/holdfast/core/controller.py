@@ -1,0 +1,228 @@
+"""The controller: routes each event to the small machine that answers it.
+
+Theory. All decisions about the job are made in one place, by pure code: ``handle(now, event)`` changes state
+and returns commands; the driver journals the records among them, then executes the rest. ``recovery`` answers
+faults, ``ending`` exits and the end, ``liveness`` silence, ``policy`` chooses rungs, ``membership`` knows who
+is who. A controller of a later term re-derives all that from the agents' reports and the log (``history``).
+
+``now`` is in seconds of CLOCK_MONOTONIC of this machine: ``died_ns`` and ``freed_ns`` are compared with it.
+
+Invariants:
+1. A worker's message counts only when its sender is seated, and a protocol message only in the newest
+   generation.
+2. A successor that finds every member alive in the newest issued generation disturbs nobody.
+3. Every event is answered in bounded time: whoever is waited for has a timer that removes it.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.config import Config
+from holdfast.core.ending import Ending
+from holdfast.core.fleet import Fleet
+from holdfast.core.history import Past
+from holdfast.core.job import Job, Uncovered
+from holdfast.core.membership import Member, is_stale
+from holdfast.core.messages import (
+    AgentBeat,
+    AgentGone,
+    AgentHello,
+    Catalogued,
+    Command,
+    ExitAgreed,
+    ExitAsked,
+    ExitRun,
+    FaultSeen,
+    Finished,
+    LayoutPublished,
+    MemberExited,
+    MemberStarted,
+    Message,
+    SaveReported,
+    SessionOpened,
+    Settled,
+    StepReached,
+    StopRun,
+    Tick,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.core.policy import Failure
+from holdfast.core.recovery import Recovery
+
+
+class Controller:
+    """Decides for one job. See the module for the clock; ``uncovered`` is the planner of the store."""
+
+    def __init__(self, config: Config, past: Past, uncovered: Uncovered) -> None:
+        self.job = Job(config, past, uncovered)
+        self.recovery = Recovery(self.job)
+        self.ending = Ending(self.job)
+        self.fleet = Fleet(self.job, self.recovery, self.ending, past)
+
+    def start(self, now: float) -> list[Command]:
+        """The first commands, before any event."""
+        job = self.job
+        job.record(
+            "run_started", run=job.config.run_id, world_size=job.config.world_size, term=job.config.term
+        )
+        self.fleet.start()
+        return job.take()
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        """Answer one event."""
+        match event:
+            case AgentHello():
+                self.fleet.agent_hello(now, event)
+            case AgentBeat():
+                self.fleet.agent_beat(now, event.node_id)
+            case AgentGone():
+                self.fleet.agent_gone(now, event.node_id)
+            case MemberStarted():
+                self.fleet.member_started(now, event)
+            case MemberExited():
+                self.fleet.member_exited(now, event)
+            case ExitRun():
+                if event.cancel:
+                    self.ending.cancel(event.source)
+                else:
+                    self.ending.request(event.source, event.grace_s)
+            case StopRun():
+                self.ending.stop(event.reason)
+            case Tick():
+                self._tick(now, event.name)
+            case WorkerHello():
+                self.fleet.worker_hello(now, event)
+            case _:
+                self._from_worker(now, event)
+        return self.job.take()
+
+    def check(self) -> None:
+        """Raise InternalError when an invariant is broken."""
+        self.job.roster.check()
+
+    def snapshot(self) -> dict[str, object]:
+        """Plain data, for reports and the simulator."""
+        job = self.job
+        return {
+            "phase": self.recovery.phase,
+            "generation": str(job.generation),
+            "step": job.step,
+            "ended": job.ended,
+            "living": [m.rank for m in job.roster.living],
+        }
+
+    # ---------------------------------------------------------------- workers
+
+    def _from_worker(self, now: float, event: Message) -> None:
+        member_id = getattr(event, "member_id", None)
+        member = self.job.roster.get(member_id) if member_id is not None else None
+        if member is None or not member.alive:
+            return
+        match event:
+            case SessionOpened():
+                self._session_opened(now, member, event)
+            case LayoutPublished():
+                self._layout_published(event)
+            case WorkerFailed():
+                self._worker_failed(now, member, event)
+            case ExitAsked():
+                self.ending.request(event.source, self.job.config.grace_s)
+            case ExitAgreed():
+                self.ending.agreed(event.step)
+            case Finished():
+                self.ending.finished(member, event)
+                self._settle_down(now)
+            case SaveReported():
+                self._save_reported(now, member, event)
+            case Settled() | FaultSeen() | StepReached() if not is_stale(
+                event.generation, self.job.generation
+            ):
+                self._protocol(now, member, event)
+            case _:
+                return
+
+    def _protocol(self, now: float, member: Member, event: Settled | FaultSeen | StepReached) -> None:
+        match event:
+            case Settled():
+                self.recovery.settled(now, member, event)
+            case FaultSeen():
+                self.recovery.suspect(now, member, event)
+            case StepReached():
+                member.reached = True
+                member.state, member.step = "ready", event.step
+                self._settle_down(now)
+
+    def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
+        job = self.job
+        job.session = True
+        job.root = event.root or job.root
+        member.opened_step, member.finished = event.step, None
+        member.state, member.step = "ready", event.step
+        job.released = False
+        self.ending.remind(member)
+        self.recovery.opened(now)
+        for other in job.roster.members:
+            if other.exited is not None and other.opened_step is None and other.finished is None:
+                self.recovery.member_fault(now, other, "exit", f"rank {other.rank} left without a session")
+
+    def _layout_published(self, event: LayoutPublished) -> None:
+        job = self.job
+        layouts = job.roster.publish(event, job.config.world_size)
+        if layouts is None:
+            return
+        for member in job.roster.living:
+            catalogued = Catalogued(
+                member_id=member.member_id,
+                generation=job.generation,
+                version=event.version,
+                layouts=layouts,
+            )
+            job.send(member, catalogued)
+
+    def _worker_failed(self, now: float, member: Member, event: WorkerFailed) -> None:
+        job = self.job
+        if member.failed is not None:
+            return
+        member.failed = event
+        job.timer(f"failing:{member.member_id}", job.config.failing_s)
+        if self.ending.stopping is not None or job.released:
+            return
+        failure = Failure(
+            rank=member.rank,
+            step=event.step,
+            kind=event.kind,
+            what=event.what,
+            digest=event.digest,
+            user_error=event.user_error,
+        )
+        self.recovery.member_fault(now, member, "exception", f"{event.kind}: {event.what}", failure)
+
+    def _save_reported(self, now: float, member: Member, event: SaveReported) -> None:
+        job, save_id = self.job, event.save_id
+        job.record(
+            "saved",
+            rank=member.rank,
+            step=save_id.step,
+            save_kind=save_id.kind,
+            directory=save_id.directory(),
+            size_bytes=event.size_bytes,
+            duration_s=event.duration_s,
+            stall_s=event.stall_s,
+            error=event.error,
+        )
+        if event.sealed and not event.error:
+            job.sealed_step = max(job.sealed_step, save_id.step)
+            job.record("sealed", step=save_id.step, save_kind=save_id.kind, directory=save_id.directory())
+        self.recovery.save_reported(now, member, event)
+
+    def _settle_down(self, now: float) -> None:
+        """Someone reached a step or finished: the recovery may be over, or the run."""
+        self.recovery.progress(now)
+        if self.recovery.phase in ("idle", "starting", "resuming"):
+            self.ending.release()
+
+    def _tick(self, now: float, name: str) -> None:
+        if name == "exit":
+            self.ending.deadline()
+        elif not self.fleet.tick(now, name):
+            self.recovery.tick(now, name)

@@ -1,0 +1,150 @@
+"""How a run ends: asked to (graceful exit), told to (stop), or because all its ranks are done.
+
+Theory. A graceful exit is a flag that travels in the vote, so the request only has to reach one rank; the
+controller tells all of them, keeps the request across recoveries, and owns the deadline. A session that is
+done waits for its Release: as long as one rank still works, every other one may be needed to recover it.
+After the Release a process may end as it likes; its exit code counts, but nothing is restarted any more.
+
+Invariants:
+1. Release is sent only when every rank of the generation has finished.
+2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
+3. Once ``stopping`` is set, every death is expected.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.job import Job
+from holdfast.core.membership import Member
+from holdfast.core.messages import ExitOrder, Finished, MemberExited, Release
+from holdfast.exits import Exit
+
+EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
+
+
+class Ending:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.stopping: tuple[Exit, str] | None = None
+        self.agreed_step: int | None = None
+
+    def request(self, source: str, grace_s: float) -> None:
+        """Exit gracefully within ``grace_s`` seconds. Asking again changes nothing but the deadline."""
+        job = self.job
+        if self.stopping is not None or job.released:
+            return
+        if not job.exit_source:
+            job.exit_source = source
+            job.record("exit_requested", source=source, grace_s=grace_s)
+        job.timer("exit", grace_s)
+        if not job.session:
+            self._stop(Exit.UNSAVED, f"asked to exit by {source}", min(grace_s, job.config.term_grace_s))
+            return
+        for member in job.roster.living:
+            self.remind(member)
+
+    def cancel(self, source: str) -> None:
+        """Take the request back, unless the ranks have agreed already."""
+        job = self.job
+        done = bool(job.exit_source) and self.agreed_step is None and self.stopping is None
+        job.record("exit_cancelled", source=source, done=done)
+        if not done:
+            return
+        job.exit_source = ""
+        job.cancel("exit")
+        for member in job.roster.living:
+            order = ExitOrder(
+                member_id=member.member_id, generation=job.generation, source=source, cancel=True
+            )
+            job.send(member, order)
+
+    def agreed(self, step: int) -> None:
+        """A vote carried the request: all ranks save ``step`` and leave."""
+        if self.agreed_step is None:
+            self.agreed_step = step
+            self.job.record("exit_agreed", step=step)
+        self.job.exit_source = self.job.exit_source or "vote"
+
+    def stop(self, reason: str) -> None:
+        """End at once."""
+        self._stop(Exit.INTERRUPTED, reason, 0.0)
+
+    def deadline(self) -> None:
+        """The graceful exit took too long."""
+        if self._is_saved():
+            self._stop(Exit.REQUEUE, "the checkpoint is sealed, but not every process left in time", 0.0)
+        else:
+            self._stop(Exit.UNSAVED, f"asked to exit by {self.job.exit_source}: the deadline has passed", 0.0)
+
+    def finished(self, member: Member, message: Finished) -> None:
+        """The session of one rank is done."""
+        member.finished = message
+        if message.sealed:
+            self.job.sealed_step = max(self.job.sealed_step, message.step)
+
+    def release(self) -> None:
+        """Let everyone return, if all have finished."""
+        job, members = self.job, self.job.roster.members
+        if job.released or len(members) < job.config.world_size or not all(m.finished for m in members):
+            return
+        job.released = True
+        steps = [m.finished.step for m in members if m.finished]
+        job.step = max(steps)
+        job.record("finished", step=job.step, reason=str(members[0].finished and members[0].finished.reason))
+        for member in job.roster.living:
+            self.remind(member)
+
+    def remind(self, member: Member) -> None:
+        """Repeat the standing order to a member that reconnected or just opened its session."""
+        job, who = self.job, member.member_id
+        if job.released:
+            job.send(member, Release(member_id=who, generation=job.generation))
+        elif job.exit_source and job.session:
+            job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
+
+    def is_expected(self, member: Member, exited: MemberExited) -> bool:
+        """True when this exit is no fault."""
+        if self.stopping is not None or self.job.released:
+            return True
+        done = member.finished is not None or not self.job.session
+        return done and exited.code == 0 and exited.signal is None
+
+    def exited(self) -> None:
+        """A process is gone that was expected to go: is the run over?"""
+        job = self.job
+        if job.roster.living:
+            return
+        if self.stopping is not None:
+            job.finish(*self.stopping)
+        elif all(m.finished or job.released for m in job.roster.members):
+            job.finish(*self._outcome())
+        elif not job.session:
+            job.finish(Exit.OK, "every process ended with code 0")
+
+    def _outcome(self) -> tuple[Exit, str]:
+        for member in self.job.roster.members:
+            failed, exited = member.failed, member.exited
+            if failed is not None:
+                code = Exit.BAD_INPUT if failed.user_error else Exit.FAILED
+                return code, f"rank {member.rank} failed after training: {failed.kind}: {failed.what}"
+            if exited and (exited.signal or (exited.code or 0) not in EXPECTED_CODES):
+                how = f"signal {exited.signal}" if exited.signal else f"code {exited.code}"
+                return Exit.FAILED, f"rank {member.rank} ended with {how} after training"
+        if any(m.finished and m.finished.reason == "exit" for m in self.job.roster.members):
+            if self._is_saved():
+                return Exit.REQUEUE, f"asked to exit: step {self.job.step} is sealed"
+            return Exit.UNSAVED, "asked to exit: no checkpoint was sealed"
+        return Exit.OK, f"training is done at step {self.job.step}"
+
+    def _is_saved(self) -> bool:
+        step = self.agreed_step if self.agreed_step is not None else self.job.step
+        return 0 <= step <= self.job.sealed_step
+
+    def _stop(self, code: Exit, reason: str, grace_s: float) -> None:
+        job = self.job
+        if self.stopping is None or code is Exit.INTERRUPTED:
+            self.stopping = (code, reason)
+        for member in job.roster.living:
+            job.kill(member, reason, grace_s)
+        self.exited()

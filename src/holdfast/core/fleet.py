@@ -1,0 +1,284 @@
+"""Nodes and processes: who runs where, who came back, who is gone.
+
+Theory. An agent tells the truth about the processes of its node: when it joins it lists those that live, then
+repeats what it knows (exits, layouts, last words of each worker), then beats. So the first beat after a hello
+closes the list: whoever is neither in it nor was reported dead is gone without a page. A controller of a
+later term seats the members of the log, waits for these lists, and then either disturbs nobody or starts a
+recovery.
+
+Invariants:
+1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or unkillable.
+2. A process that is not seated is ordered to leave, whatever it says.
+3. An agent that returns within the adoption bound with all its members causes no fault.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.ending import Ending
+from holdfast.core.fault import FaultKind
+from holdfast.core.history import Past
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job import Job
+from holdfast.core.membership import Member
+from holdfast.core.messages import (
+    AgentHello,
+    KillMember,
+    Leave,
+    MemberExited,
+    MemberStarted,
+    WorkerHello,
+)
+from holdfast.core.recovery import NO_PAGE, Recovery
+from holdfast.exits import Exit
+
+
+class Fleet:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job, recovery: Recovery, ending: Ending, past: Past) -> None:
+        self.job = job
+        self.recovery = recovery
+        self.ending = ending
+        self._past = past
+        self._returning: dict[NodeId, frozenset[MemberId]] = {}  # said hello, its list is not closed yet
+        self.adopting = job.config.term > 1 and bool(past.seats)
+
+    def start(self) -> None:
+        """Arm the timers; seat who was seated when an earlier controller wrote its last line."""
+        job = self.job
+        job.timer("beat", job.config.beat_s)
+        job.timer("startup", job.config.startup_s)
+        if self.adopting:
+            members = [
+                Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
+                for s in self._past.seats
+            ]
+            job.roster.seat(self._past.seated, members)
+
+    # ---------------------------------------------------------------- agents
+
+    def agent_hello(self, now: float, event: AgentHello) -> None:
+        """A node joins, or rejoins with what it holds."""
+        job = self.job
+        job.slots[event.node_id] = event.slots
+        job.liveness.hello(event.node_id, now)
+        job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
+        seen = {m.member_id: m for m in event.members}
+        for member in job.roster.on_node(event.node_id):
+            if member.member_id in seen:
+                here = seen[member.member_id]
+                member.started = True
+                member.said_hello = member.said_hello or here.state != "starting"
+                member.pid, member.state, member.step = here.pid, here.state, here.step
+        for member_id in sorted(seen):
+            if job.roster.get(member_id) is None and not job.config.library:
+                reason = "a process of an older generation"
+                kill = KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
+                job.send_node(event.node_id, kill)
+        if job.roster.members:
+            self._returning[event.node_id] = frozenset(seen)
+        elif not job.config.library and len(job.slots) >= job.config.nnodes:
+            self.recovery.launch(now)
+        if self.recovery.phase == "waiting":
+            self.recovery.launch(now)
+
+    def agent_beat(self, now: float, node_id: NodeId) -> None:
+        """A heartbeat. The first one after a hello closes that node's list of members."""
+        self.job.liveness.beat(node_id, now)
+        seen = self._returning.pop(node_id, None)
+        if seen is None:
+            return
+        gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
+        unstarted = [m for m in gone if not m.started and not self.adopting]
+        self.job.start_again(unstarted)
+        for member in gone:
+            if member not in unstarted:
+                self._lose(now, member, "is not there any more")
+        nodes = {m.node_id for m in self.job.roster.living}
+        if self.adopting and not self._returning and nodes <= set(self.job.slots):
+            self._adopt(now)
+            return
+        for member in self.job.roster.on_node(node_id):
+            self.recovery.remind(member)
+            self.ending.remind(member)
+
+    def agent_gone(self, now: float, node_id: NodeId) -> None:
+        """The connection of an agent closed; it, or its successor, may come back."""
+        event = self.job.liveness.gone(node_id, now)
+        if event is not None:
+            self.job.record("node_suspected", node=str(node_id), reason=event.reason)
+
+    def _lose(self, now: float, member: Member, what: str) -> None:
+        exited = MemberExited(
+            member_id=member.member_id,
+            node_id=member.node_id,
+            generation=self.job.roster.generation,
+            code=None,
+            signal=None,
+            state=member.state,
+            step=member.step,
+            detail=NO_PAGE,
+        )
+        self.job.record("member_lost", member_id=int(member.member_id), rank=member.rank, what=what)
+        self.member_exited(now, exited)
+
+    def _adopt(self, now: float) -> None:
+        """All lists are closed: go on as if nothing had happened, if nothing has."""
+        job, roster = self.job, self.job.roster
+        self.adopting = False
+        dead = [m for m in roster.members if not m.alive]
+        fenced = job.generation > roster.generation
+        job.record(
+            "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
+        )
+        self.recovery.adopt(now)
+        if not roster.living and (job.released or all(m.finished for m in roster.members)):
+            job.released = True
+            self.ending.exited()
+        elif dead:
+            for member in dead:
+                self.recovery.member_fault(
+                    now, member, "exit", f"rank {member.rank} died while nobody decided"
+                )
+        elif fenced:
+            what = "the controller was replaced during a recovery"
+            self.recovery.member_fault(now, roster.members[0], "controller", what)
+        else:
+            for member in roster.living:
+                self.ending.remind(member)
+            if all(m.finished for m in roster.members):
+                self.ending.release()
+
+    # ---------------------------------------------------------------- processes
+
+    def worker_hello(self, now: float, event: WorkerHello) -> None:
+        """A worker's client is connected, for the first time or again."""
+        job = self.job
+        member = job.roster.get(event.member_id)
+        if member is None and job.config.library:
+            member = self._join_library(event)
+        if member is None or not member.alive:
+            job.send_process(
+                event.member_id,
+                Leave(
+                    member_id=event.member_id,
+                    generation=max(event.generation, job.generation),
+                    code=int(Exit.RESTART),
+                    reason="a process of an older generation",
+                ),
+            )
+            return
+        member.started = member.said_hello = True
+        member.pid, member.state, member.step = event.pid, event.state, event.step
+        if not self.adopting:
+            self.recovery.remind(member)
+            self.ending.remind(member)
+            self.recovery.progress(now)
+
+    def _join_library(self, event: WorkerHello) -> Member | None:
+        """In library mode the workers come by themselves and bring their ids."""
+        job = self.job
+        if any(m.rank == event.rank for m in job.roster.members) or not job.slots:
+            return None
+        if not job.roster.members:
+            job.generation = job.roster.generation = event.generation
+            self.recovery.join_started()
+        member = Member(
+            member_id=event.member_id,
+            rank=event.rank,
+            local_rank=len(job.roster.members),
+            node_id=min(job.slots),
+        )
+        job.roster.add(member)
+        return member
+
+    def member_started(self, now: float, event: MemberStarted) -> None:
+        """A worker process exists."""
+        member = self.job.roster.get(event.member_id)
+        if member is not None and not member.started:
+            member.started, member.pid = True, event.pid
+            self.job.record("member_started", member_id=int(event.member_id), rank=member.rank, pid=event.pid)
+            self.recovery.progress(now)
+
+    def member_exited(self, now: float, event: MemberExited) -> None:
+        """A worker process is gone."""
+        job = self.job
+        member = job.roster.get(event.member_id)
+        if member is None or not member.alive:
+            return
+        member.alive, member.exited = False, event
+        for name in ("kill", "failing"):
+            job.cancel(f"{name}:{member.member_id}")
+        job.record(
+            "member_exited",
+            member_id=int(event.member_id),
+            rank=member.rank,
+            code=event.code,
+            signal=event.signal,
+            state=event.state,
+            step=event.step,
+            phase=event.detail,
+        )
+        if self.adopting:
+            return
+        if self.ending.is_expected(member, event):
+            self.ending.exited()
+        elif member.failed is None:
+            how = f"was killed by signal {event.signal}" if event.signal else f"ended with code {event.code}"
+            kind: FaultKind = "silent" if member.kill_reason else "signal" if event.signal else "exit"
+            self.recovery.member_fault(now, member, kind, f"rank {member.rank}: {member.kill_reason or how}")
+        if not job.ended:
+            self.recovery.exited(now, member)
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self, now: float, name: str) -> bool:
+        """One of this machine's timers; False when the name is not one of them."""
+        kind, _, number = name.partition(":")
+        if kind == "beat":
+            self._beat(now)
+        elif kind == "startup":
+            self._startup(now)
+        elif kind in ("kill", "failing"):
+            member = self.job.roster.get(MemberId(int(number)))
+            if member is not None and member.alive and kind == "failing":
+                self.job.kill(member, "did not exit after its exception")
+            elif member is not None and member.alive:
+                self._lose(now, member, "does not die; it is given up")
+        else:
+            return False
+        return True
+
+    def _beat(self, now: float) -> None:
+        job = self.job
+        job.timer("beat", job.config.beat_s)
+        for event in job.liveness.tick(now):
+            job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
+            if event.kind == "lost":
+                job.slots.pop(event.node_id, None)
+                for member in job.roster.on_node(event.node_id):
+                    self._lose(now, member, f"went with its node: {event.reason}")
+
+    def _startup(self, now: float) -> None:
+        """Whoever has not reported by now is named, and removed."""
+        job = self.job
+        bound = f"within {job.config.startup_s:g} s"
+        if not job.roster.members or self.recovery.phase == "waiting":
+            job.finish(
+                Exit.FAILED, f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run"
+            )
+            return
+        if self.adopting:
+            self.adopting = False
+            job.finish(Exit.INTERNAL, f"no agent reported its workers {bound}")
+            return
+        python = any(m.said_hello for m in job.roster.members)
+        late = [m for m in job.roster.living if not m.started or (python and not m.said_hello)]
+        if not late or job.config.library:
+            return
+        job.record("startup_late", ranks=[m.rank for m in late])
+        for member in late:
+            if member.started:
+                job.kill(member, f"did not connect {bound}")
+            else:
+                self._lose(now, member, f"was not started {bound}")

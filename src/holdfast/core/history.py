@@ -1,0 +1,142 @@
+"""What a restarted controller has to know of the past, read back from the records of the event log.
+
+Theory. A new controller re-derives what is going on from the agents' reports; what no agent knows, it reads
+from the log that was written before each command went out: the newest generation and member id ever issued,
+who was seated, how many faults the budget has seen, and where the job was decided to stand.
+
+Invariants:
+1. ``Past.read`` of no records is the past of a new run.
+2. Generation, member id and attempt never go backwards, so nothing that was issued once is issued again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.messages import Record
+from holdfast.core.policy import Answered
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member of the newest generation that was started."""
+
+    member_id: MemberId
+    rank: int
+    local_rank: int
+    node_id: NodeId
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of earlier controllers of this run."""
+
+    generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
+    seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
+    seats: tuple[Seat, ...] = ()
+    last_member: int = 0
+    attempts: int = 0
+    step: int = 0  # where the job was last decided to stand
+    base_step: int = 0
+    sealed_step: int = -1  # newest sealed checkpoint, -1: none
+    session: bool = False
+    root: str = ""  # where the sessions save
+    exit_source: str = ""
+    released: bool = False
+    answered: tuple[Answered, ...] = ()
+
+    @staticmethod
+    def read(records: Iterable[Record]) -> Past:
+        """Fold the records of a run, oldest first."""
+        past = Past()
+        for record in records:
+            fold = _FOLDS.get(record.kind)
+            if fold is not None:
+                past = msgspec.structs.replace(past, **fold(past, record.data))
+        return past
+
+
+Data = dict[str, str | int | float | bool | list[int] | list[str] | None]
+Changes = dict[str, object]
+
+
+def _int(data: Data, key: str) -> int:
+    value = data[key]
+    assert isinstance(value, int), (key, value)
+    return value
+
+
+def _list(data: Data, key: str) -> list[str]:
+    value = data[key]
+    assert isinstance(value, list), (key, value)
+    return [str(item) for item in value]
+
+
+def _generation(data: Data, key: str = "generation") -> Generation:
+    term, n = str(data[key]).split(".")
+    return Generation(int(term), int(n))
+
+
+def _started(past: Past, data: Data) -> Changes:
+    generation = _generation(data)
+    if data["in_place"]:
+        return {"generation": generation, "seated": generation}
+    columns = (_list(data, "members"), _list(data, "nodes"), _list(data, "local_ranks"))
+    seats = tuple(
+        Seat(MemberId(int(member)), rank, int(local_rank), NodeId(node))
+        for rank, (member, node, local_rank) in enumerate(zip(*columns, strict=True))
+    )
+    return {
+        "generation": generation,
+        "seated": generation,
+        "seats": seats,
+        "last_member": max([past.last_member, *(s.member_id for s in seats)]),
+        "attempts": _int(data, "attempt") + 1,
+        "released": False,
+    }
+
+
+def _fenced(past: Past, data: Data) -> Changes:
+    return {"generation": _generation(data)}
+
+
+def _planned(past: Past, data: Data) -> Changes:
+    return {"step": _int(data, "step")}
+
+
+def _verdict(past: Past, data: Data) -> Changes:
+    digest, at_s = data["digest"], data["at_s"]
+    assert isinstance(at_s, int | float), data
+    failures = ((str(digest), _int(data, "failed_step")),) if digest else ()
+    answered = Answered(at_s=at_s, action=str(data["action"]), step=_int(data, "step"), failures=failures)
+    return {"answered": (*past.answered, answered)}
+
+
+def _opened(past: Past, data: Data) -> Changes:
+    step = _int(data, "step")
+    return {
+        "session": True,
+        "base_step": step,
+        "step": step,
+        "sealed_step": min(past.sealed_step, step),
+        "root": str(data["root"]),
+        "released": False,
+    }
+
+
+def _sealed(past: Past, data: Data) -> Changes:
+    return {"sealed_step": max(past.sealed_step, _int(data, "step"))}
+
+
+_FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
+    "generation_started": _started,
+    "fenced": _fenced,
+    "planned": _planned,
+    "verdict": _verdict,
+    "session_opened": _opened,
+    "sealed": _sealed,
+    "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
+    "exit_cancelled": lambda past, data: {"exit_source": ""} if data["done"] else {},
+    "finished": lambda past, data: {"released": True},
+}

@@ -1,0 +1,168 @@
+"""What the sub-machines of the controller share: the facts of one run, and the commands of the event at hand.
+
+Theory. One event is handled by several small machines in turn; they read and write one set of facts and
+append commands to one list, in order. Records come before the messages that act on them: the driver journals
+a record before it executes what follows.
+
+Invariants:
+1. Generations and member ids are issued here only, each once.
+2. After ``finish`` no command is issued any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from holdfast.core.config import Config
+from holdfast.core.history import Past
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.liveness import Liveness
+from holdfast.core.membership import Member, Roster, assign
+from holdfast.core.messages import (
+    Assignment,
+    CancelTimer,
+    Command,
+    EndRun,
+    Finish,
+    KillMember,
+    Message,
+    Record,
+    Send,
+    SetTimer,
+    StartMembers,
+)
+from holdfast.exits import Exit
+
+Field = str | int | float | bool | list[int] | list[str] | None
+"""What a field of a record may hold."""
+
+Uncovered = Callable[[dict[str, bytes], tuple[int, ...]], str]
+"""(layouts by rank as text, ranks that can write) -> why they do not cover every box, or an empty string."""
+
+
+class Job:
+    """Facts of one run."""
+
+    def __init__(self, config: Config, past: Past, uncovered: Uncovered) -> None:
+        self.config = config
+        self.uncovered = uncovered
+        self.roster = Roster()
+        self.liveness = Liveness(config)
+        self.slots: dict[NodeId, int] = {}
+        self.generation = past.generation
+        self.last_member = past.last_member
+        self.attempts = past.attempts
+        self.answered = list(past.answered)
+        self.session = past.session
+        self.base_step = past.base_step
+        self.step = past.step  # newest decision
+        self.sealed_step = past.sealed_step
+        self.root = past.root
+        self.exit_source = past.exit_source
+        self.released = past.released
+        self.ended = False
+        self._resume = ""
+        self._out: list[Command] = []
+
+    def take(self) -> list[Command]:
+        """The commands since the last call."""
+        out, self._out = self._out, []
+        return out
+
+    def record(self, kind: str, /, **data: Field) -> None:
+        """One line of the event log."""
+        if not self.ended:
+            self._out.append(Record(kind=kind, data=data))
+
+    def send(self, member: Member, message: Message) -> None:
+        """To a worker."""
+        if not self.ended and member.alive:
+            self._out.append(Send(to=f"member:{member.member_id}", message=message))
+
+    def send_node(self, node_id: NodeId, message: Message) -> None:
+        """To an agent."""
+        if not self.ended:
+            self._out.append(Send(to=f"agent:{node_id}", message=message))
+
+    def send_process(self, member_id: MemberId, message: Message) -> None:
+        """To a process that is not seated."""
+        if not self.ended:
+            self._out.append(Send(to=f"member:{member_id}", message=message))
+
+    def timer(self, name: str, delay_s: float) -> None:
+        """Post ``Tick(name)`` after ``delay_s``."""
+        if not self.ended:
+            self._out.append(SetTimer(name=name, delay_s=delay_s))
+
+    def cancel(self, name: str) -> None:
+        """Forget a timer."""
+        if not self.ended:
+            self._out.append(CancelTimer(name=name))
+
+    def next_generation(self) -> Generation:
+        """Issue a generation; the caller records it before anyone is told."""
+        self.generation = Generation(self.config.term, self.generation.n + 1)
+        return self.generation
+
+    def kill(self, member: Member, reason: str, grace_s: float = 0.0) -> None:
+        """SIGKILL; repeated orders are harmless."""
+        if not member.alive:
+            return
+        member.kill_reason = member.kill_reason or reason
+        order = KillMember(member_id=member.member_id, node_id=member.node_id, reason=reason, grace_s=grace_s)
+        self.send_node(member.node_id, order)
+        self.timer(f"kill:{member.member_id}", grace_s + self.config.kill_s)
+
+    def start_members(self, resume: str) -> bool:
+        """Seat a fresh roster in the newest generation and start it. False when the nodes are not there."""
+        up = [(node, count) for node, count in sorted(self.slots.items()) if self.liveness.is_up(node)]
+        seats = assign(up, self.config.world_size, self.last_member + 1)
+        if not seats:
+            return False
+        members = [
+            Member(member_id=a.member_id, rank=a.rank, local_rank=a.local_rank, node_id=node)
+            for node, here in seats.items()
+            for a in here
+        ]
+        self.last_member = max(m.member_id for m in members)
+        self.roster.seat(self.generation, members)
+        attempt, self.attempts = self.attempts, self.attempts + 1
+        self.record(
+            "generation_started",
+            generation=str(self.generation),
+            attempt=attempt,
+            in_place=False,
+            resume=resume,
+            members=[int(m.member_id) for m in members],
+            nodes=[str(m.node_id) for m in members],
+            local_ranks=[m.local_rank for m in members],
+        )
+        self._resume = resume
+        self.start_again(members)
+        self.timer("startup", self.config.startup_s)
+        return True
+
+    def start_again(self, members: Sequence[Member]) -> None:
+        """Tell the agents to start these seated members; an order for one that exists is ignored there."""
+        for node in sorted({m.node_id for m in members}):
+            here = tuple(Assignment(m.member_id, m.rank, m.local_rank) for m in members if m.node_id == node)
+            order = StartMembers(
+                node_id=node,
+                generation=self.roster.generation,
+                world_size=self.config.world_size,
+                attempt=self.attempts - 1,
+                members=here,
+                resume=self._resume,
+                restart_count=self.attempts - 1,
+            )
+            self.send_node(node, order)
+
+    def finish(self, code: Exit, reason: str) -> None:
+        """End the run: nothing is issued after this."""
+        if self.ended:
+            return
+        self.record("run_ended", code=int(code), cause=code.name, reason=reason, step=self.step)
+        for node_id in sorted(self.slots):
+            self.send_node(node_id, EndRun(code=int(code), reason=reason))
+        self._out.append(Finish(code=int(code), reason=reason))
+        self.ended = True

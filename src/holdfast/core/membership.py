@@ -1,0 +1,146 @@
+"""Who belongs to the job: members, their seats, and which messages are too old to count.
+
+Theory. A *member* is one process life and keeps its rank for life; a *roster* is the set of members that one
+generation seats. The roster outlives its members: what a dead one left on its status page still counts in the
+next decision. Ranks and member ids are related here and nowhere else.
+
+Invariants:
+1. A roster seats each rank at most once, and a member id is never seated twice.
+2. ``is_stale`` is the one test that refuses messages of older generations.
+3. Layouts are kept by rank across restarts of the same world, so a fault right after a restart finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.messages import (
+    Assignment,
+    Finished,
+    LayoutPublished,
+    MemberExited,
+    RankState,
+    WorkerFailed,
+)
+from holdfast.errors import InternalError
+
+
+def is_stale(message_generation: Generation, current: Generation) -> bool:
+    """True when a message of ``message_generation`` must be refused by someone who is in ``current``."""
+    return message_generation < current
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One process life, as the controller knows it."""
+
+    member_id: MemberId
+    rank: int
+    local_rank: int
+    node_id: NodeId
+    pid: int = 0
+    alive: bool = True
+    started: bool = False  # its agent says that the process exists
+    said_hello: bool = False
+    opened_step: int | None = None  # its session stands or stood there at start
+    reached: bool = False  # has committed a step in the current generation
+    finished: Finished | None = None
+    failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
+    exited: MemberExited | None = None
+    kill_reason: str = ""  # we ordered its death
+    state: RankState = "starting"
+    step: int = 0
+
+
+class Roster:
+    """The members of one generation, the dead included, and the layouts by rank."""
+
+    def __init__(self) -> None:
+        self.generation = NO_GENERATION
+        self._members: dict[MemberId, Member] = {}
+        self.layouts: dict[int, LayoutPublished] = {}
+        self.catalogued_version = -1
+
+    def seat(self, generation: Generation, members: Iterable[Member]) -> None:
+        """Replace all members by those of a new start."""
+        self.generation = generation
+        self._members = {}
+        self.catalogued_version = -1
+        for member in members:
+            self.add(member)
+
+    def add(self, member: Member) -> None:
+        """Seat one more member.
+
+        Raises:
+            InternalError: its rank or its id is taken.
+        """
+        if member.member_id in self._members or any(m.rank == member.rank for m in self._members.values()):
+            raise InternalError(f"rank {member.rank} or member {member.member_id} is seated already")
+        self._members[member.member_id] = member
+
+    def get(self, member_id: MemberId) -> Member | None:
+        """The member, or None when it does not belong to this roster."""
+        return self._members.get(member_id)
+
+    @property
+    def members(self) -> list[Member]:
+        """All members by rank."""
+        return sorted(self._members.values(), key=lambda m: m.rank)
+
+    @property
+    def living(self) -> list[Member]:
+        """Members whose process exists, by rank."""
+        return [m for m in self.members if m.alive]
+
+    def on_node(self, node_id: NodeId) -> list[Member]:
+        """Living members of one node, by rank."""
+        return [m for m in self.living if m.node_id == node_id]
+
+    def publish(self, layout: LayoutPublished, world_size: int) -> dict[str, bytes] | None:
+        """Keep a layout; all layouts (by rank as text) when it completes a version that was not complete
+        yet."""
+        self.layouts[layout.rank] = layout
+        current = [v for v in self.layouts.values() if v.generation >= self.generation]
+        versions = {v.version for v in current}
+        if len(current) < world_size or len(versions) != 1 or layout.version <= self.catalogued_version:
+            return None
+        self.catalogued_version = layout.version
+        return self.layouts_as_text()
+
+    def layouts_as_text(self) -> dict[str, bytes]:
+        """The newest layout of each rank, by rank as text."""
+        return {str(rank): self.layouts[rank].layout for rank in sorted(self.layouts)}
+
+    def check(self) -> None:
+        """Raise InternalError when an invariant is broken."""
+        ranks = [m.rank for m in self.members]
+        if len(set(ranks)) != len(ranks):
+            raise InternalError(f"two members share a rank: {ranks}")
+        for member in self.members:
+            if member.alive == (member.exited is not None):
+                raise InternalError(f"member {member.member_id}: alive={member.alive} with {member.exited}")
+
+
+def assign(
+    slots: Sequence[tuple[NodeId, int]], world_size: int, first_member: int
+) -> dict[NodeId, tuple[Assignment, ...]]:
+    """Seat ``world_size`` ranks on nodes of the given numbers of slots, filling node after node.
+
+    Returns:
+        Assignments per node; empty when the slots do not suffice.
+    """
+    if sum(count for _, count in slots) < world_size:
+        return {}
+    seats: dict[NodeId, tuple[Assignment, ...]] = {}
+    rank = 0
+    for node_id, count in slots:
+        here = min(count, world_size - rank)
+        if here > 0:
+            seats[node_id] = tuple(
+                Assignment(MemberId(first_member + rank + i), rank + i, i) for i in range(here)
+            )
+        rank += here
+    return seats

@@ -1,0 +1,174 @@
+"""What to do about a fault: the lowest rung of the ladder that can work, and why.
+
+Theory. A pure function of the situation after quiescence, the history of this run and the budget. It is asked
+once per decision, never remembers anything, and names its evidence, so that a report can be checked by hand.
+
+Invariants:
+1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
+2. Committed work is never thrown away silently: when steps are lost, the reason names why no last-gasp was
+   possible.
+3. Fresh weights only when nothing was committed yet, or when the script has no session (then nothing is
+   known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.config import Config
+from holdfast.exits import Exit
+
+Action = Literal[
+    "retry_in_place",
+    "restart_last_gasp",
+    "restart_checkpoint",
+    "restart_fresh",
+    "stop_user_bug",
+    "stop_bad_input",
+    "stop_budget",
+    "stop_nothing_to_resume",
+]
+
+STOP_CODE: dict[str, Exit] = {
+    "stop_user_bug": Exit.FAILED,
+    "stop_bad_input": Exit.BAD_INPUT,
+    "stop_budget": Exit.BUDGET,
+    "stop_nothing_to_resume": Exit.BAD_INPUT,
+}
+
+DETERMINISTIC_KINDS = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "NameError"}
+)
+"""Exceptions that happen again at the next start: before any session they end the run at once."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception of user code that caused a fault (not one that a lost peer caused)."""
+
+    rank: int
+    step: int
+    kind: str
+    what: str
+    digest: str
+    user_error: bool = False
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault that was answered by a restart or a retry."""
+
+    at_s: float
+    action: str
+    step: int
+    failures: tuple[tuple[str, int], ...] = ()  # (digest, step)
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known once the old generation has come to rest."""
+
+    step: int | None  # where the job stands; None: no session has reported any
+    base_step: int  # where this generation started
+    session: bool  # a session has been opened in this run
+    all_alive: bool  # every member lives
+    all_sound: bool  # and stands at ``step`` or can be brought there, none finished before the others
+    uncovered: str  # why a last-gasp cannot be complete; empty: it can
+    checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge
+    failures: tuple[Failure, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The rung and its reason. ``save``: write a last-gasp checkpoint first."""
+
+    action: Action
+    reason: str
+    evidence: tuple[str, ...] = ()
+    save: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """True when the run ends with this."""
+        return self.action in STOP_CODE
+
+
+def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict:
+    """Pick the rung. ``now`` in seconds, on the clock of ``Answered.at_s``."""
+    savable = situation.session and bool(situation.step) and not situation.uncovered
+    progress = savable and (situation.step or 0) > situation.base_step
+    stop = _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
+    if stop is not None:
+        return msgspec.structs.replace(stop, save=progress)
+    if not situation.session:
+        return Verdict(
+            action="restart_fresh",
+            reason="the script has no session: all workers start again",
+            evidence=_failure_lines(situation),
+        )
+    retries = sum(1 for a in history if a.action == "retry_in_place" and a.step == (situation.step or 0))
+    if situation.all_alive and situation.all_sound and retries < config.retries_per_step_max:
+        return Verdict(
+            action="retry_in_place",
+            reason="every rank is alive and sound: the step is run again",
+            evidence=(f"{retries} retries of step {situation.step} before",),
+        )
+    if not situation.step:
+        return Verdict(
+            action="restart_fresh",
+            reason="nothing was committed yet: all workers start again",
+            evidence=_failure_lines(situation),
+        )
+    if savable:
+        return Verdict(
+            action="restart_last_gasp",
+            reason=f"every box has a living holder at step {situation.step}: no step is lost",
+            evidence=_failure_lines(situation),
+            save=True,
+        )
+    if situation.checkpoint_known:
+        return Verdict(
+            action="restart_checkpoint",
+            reason=f"no last-gasp of step {situation.step}: {situation.uncovered}",
+            evidence=_failure_lines(situation),
+        )
+    return Verdict(
+        action="stop_nothing_to_resume",
+        reason=f"step {situation.step} has no living holder and no checkpoint was sealed",
+        evidence=(situation.uncovered, *_failure_lines(situation)),
+    )
+
+
+def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
+    for failure in situation.failures:
+        where = f"rank {failure.rank} at step {failure.step}: {failure.kind}: {failure.what}"
+        if failure.user_error:
+            return Verdict(
+                action="stop_bad_input", reason="a typed error: trying again cannot help", evidence=(where,)
+            )
+        if not situation.session and failure.kind in DETERMINISTIC_KINDS:
+            return Verdict(
+                action="stop_user_bug", reason=f"{failure.kind} before any session", evidence=(where,)
+            )
+        if any((failure.digest, failure.step) in answered.failures for answered in history):
+            return Verdict(
+                action="stop_user_bug",
+                reason=f"the same exception at step {failure.step} twice",
+                evidence=(where, f"digest {failure.digest}"),
+            )
+    return None
+
+
+def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) -> Verdict | None:
+    recent = [a for a in history if now - a.at_s < config.restart_window_s]
+    if len(recent) < config.max_restarts:
+        return None
+    return Verdict(
+        action="stop_budget",
+        reason=f"{len(recent)} faults within {config.restart_window_s:g} s were answered, "
+        f"{config.max_restarts} are allowed",
+        evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),
+    )
+
+
+def _failure_lines(situation: Situation) -> tuple[str, ...]:
+    return tuple(f"rank {f.rank} at step {f.step}: {f.kind}: {f.what}" for f in situation.failures)

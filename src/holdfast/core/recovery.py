@@ -1,0 +1,532 @@
+"""Life of a fault: from the first sign of it to a committed step at full size.
+
+Theory. A recovery is one small machine over the phases of ``PHASES``; the six phases that users see
+(detected, fenced, quiesced, planned, restored, resumed) are the times at which it passes its edges.
+``decide`` is the heart and is pure: given what every rank of the old generation reported, or left on its
+status page, where does the job stand? A second fault while a decision is being carried out starts again at
+the fence, under a new generation; until the decision it just joins. All orders are idempotent by generation,
+so ``remind`` may repeat them to whoever reconnected.
+
+Invariants:
+1. A decision is made only when each rank of the old generation has reported to the newest fence or is
+   confirmed dead.
+2. One decision per generation, recorded before anyone is told.
+3. The job never stands below a step that a living rank has committed, nor above one that somebody entered
+   UPDATING for.
+4. Only ranks that stand at the decided step, or can be brought there, are sources of a save.
+5. New members start only when every old one is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from holdfast.core.decision import Decided, Report, decide
+from holdfast.core.fault import Fault, FaultKind, Seen
+from holdfast.core.ids import SaveId
+from holdfast.core.job import Job
+from holdfast.core.membership import Member
+from holdfast.core.messages import (
+    FaultSeen,
+    Fence,
+    Leave,
+    Message,
+    Resume,
+    SaveOrder,
+    SaveReported,
+    Settle,
+    Settled,
+)
+from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation, Verdict, judge
+from holdfast.errors import InternalError
+from holdfast.exits import Exit
+
+Phase = Literal[
+    "idle", "grace", "fencing", "retrying", "saving", "leaving", "waiting", "starting", "resuming"
+]
+
+PHASES: dict[tuple[Phase, str], Phase] = {
+    ("idle", "launch"): "starting",
+    ("idle", "suspect"): "grace",
+    ("starting", "suspect"): "grace",
+    ("resuming", "suspect"): "grace",
+    ("idle", "fault"): "fencing",
+    ("grace", "fault"): "fencing",
+    ("starting", "fault"): "fencing",
+    ("resuming", "fault"): "fencing",
+    ("retrying", "fault"): "fencing",
+    ("saving", "fault"): "fencing",
+    ("fencing", "retry"): "retrying",
+    ("fencing", "save"): "saving",
+    ("fencing", "leave"): "leaving",
+    ("saving", "sealed"): "leaving",
+    ("retrying", "agreed"): "resuming",
+    ("leaving", "gone"): "starting",
+    ("starting", "no nodes"): "waiting",
+    ("waiting", "launch"): "starting",
+    ("starting", "opened"): "resuming",
+    ("resuming", "reached"): "idle",
+}
+"""(phase, event) -> phase; what is not here cannot happen."""
+
+CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
+"""Exceptions that a lost peer causes: never themselves the reason of a fault."""
+
+
+class Recovery:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.phase: Phase = "idle"
+        self.faults: list[Fault] = []
+        self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
+        self.decided: Decided | None = None
+        self._reports: dict[int, Settled] = {}
+        self._order: SaveOrder | None = None
+        self._then: Literal["restart", "retry", "stop"] = "restart"
+        self._writing: set[int] = set()
+        self._excluded: set[int] = set()
+        self._save_attempts = 0
+        self._save_failures = 0
+        self._save_error = ""
+        self._reason = ""
+        self._resume = ""
+        self._in_place = False
+        self._all_opened = False
+        self._suspicion: Fault | None = None
+
+    # ---------------------------------------------------------------- events
+
+    def launch(self, now: float) -> None:
+        """Start members for the first time, or again once nodes are there."""
+        if self.phase == "idle":
+            self.job.next_generation()
+        self._go("launch")
+        self._start(now)
+
+    def join_started(self) -> None:
+        """Library mode: the workers were started by someone else."""
+        self._go("launch")
+
+    def adopt(self, now: float) -> None:
+        """A successor found the seated members: they were started, and may have opened their sessions."""
+        if self.phase != "idle":
+            return
+        self._go("launch")
+        if self._all_opened:
+            self._go("opened")
+        self.progress(now)
+
+    def member_fault(
+        self, now: float, member: Member, kind: FaultKind, what: str, failure: Failure | None = None
+    ) -> None:
+        """A fault of one member, dated by its death if it is dead."""
+        self.fault(now, Fault.of(member, kind, what, now, failure))
+
+    def suspect(self, now: float, member: Member, seen: FaultSeen) -> None:
+        """A collective broke: wait for a death that explains it."""
+        if (self.phase, "suspect") not in PHASES:
+            return
+        self._go("suspect")
+        self._suspicion = Fault.of(member, "collective", seen.what, now)
+        self.job.timer("grace", self.job.config.fault_grace_s)
+
+    def fault(self, now: float, fault: Fault) -> None:
+        """Something is broken for good. Before the decision it joins the fence, afterwards it starts a new
+        one."""
+        if self.phase in ("leaving", "waiting"):
+            return
+        self.faults.append(fault)
+        self._pass("detected", now)
+        self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
+        if self.phase == "fencing":
+            self.progress(now)
+        else:
+            self.fence(now, fault.what)
+
+    def opened(self, now: float) -> None:
+        """A session opened. When it was the last one of this start, it is known where the job was restored
+        to."""
+        job = self.job
+        steps = [m.opened_step for m in job.roster.members if m.opened_step is not None]
+        if self._all_opened or len(steps) < job.config.world_size:
+            return
+        self._all_opened = True
+        lost = max(0, job.step - min(steps))
+        for fault in self.faults:
+            fault.steps_lost = lost
+        job.base_step = job.step = min(steps)
+        job.sealed_step = min(job.sealed_step, job.step)
+        job.record("session_opened", step=job.step, root=job.root, generation=str(job.roster.generation))
+        if min(steps) != max(steps):
+            member = next(m for m in job.roster.members if m.opened_step == min(steps))
+            what = f"ranks restored different steps: {min(steps)} to {max(steps)}"
+            self.member_fault(now, member, "startup", what)
+        elif self.phase == "starting":
+            self._go("opened")
+            self._pass("restored", now)
+            job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))
+            self.progress(now)
+
+    def settled(self, now: float, member: Member, report: Settled) -> None:
+        """An answer to the newest fence, or news after a decision was applied."""
+        self._reports[member.rank] = report
+        member.state, member.step = report.state, report.step
+        self.job.record(
+            "settled",
+            rank=member.rank,
+            state=report.state,
+            step=report.step,
+            generation=str(report.generation),
+        )
+        for fault in self.faults:
+            fault.freed(report.freed_ns, now)
+        if report.state == "torn" and self.phase in ("retrying", "saving"):
+            self.fence(now, f"the update of rank {member.rank} failed")
+        else:
+            self.progress(now)
+
+    def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
+        """A source has written its share, or could not."""
+        if self.phase != "saving" or self._order is None or report.save_id != self._order.save_id:
+            return
+        if report.error:
+            self._excluded.add(member.rank)
+            self._save_failed(now, f"rank {member.rank}: {report.error}")
+            return
+        self._writing.discard(member.rank)
+        if report.sealed:
+            self._resume = report.save_id.directory()
+            self._go("sealed")
+            self._leave(now, "the last-gasp checkpoint is sealed")
+        elif not self._writing:
+            self._save_failed(now, "all shares are written, but nobody could seal them")
+
+    def _save_failed(self, now: float, why: str) -> None:
+        self._save_failures += 1
+        self._save_error = why
+        self.fence(now, f"the save failed: {why}")
+
+    def exited(self, now: float, member: Member) -> None:
+        """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
+        self._writing.discard(member.rank)
+        self.progress(now)
+
+    def tick(self, now: float, name: str) -> None:
+        """One of this machine's timers."""
+        living = self.job.roster.living
+        if name == "grace" and self.phase == "grace" and self._suspicion is not None:
+            self.fault(now, self._suspicion)
+        elif name == "quiesce-early" and self.phase == "fencing":
+            for member in living:
+                if member.opened_step is None and member.rank not in self._reports:
+                    self.job.kill(member, "did not answer while starting")
+        elif name == "quiesce" and self.phase in ("fencing", "retrying"):
+            for member in living:
+                if member.rank not in self._reports or self.phase == "retrying":
+                    self.job.kill(member, f"did not settle within {self.job.config.quiesce_s:g} s")
+        elif name == "gasp" and self.phase == "saving":
+            for member in living:
+                if member.rank in self._writing:
+                    self.job.kill(member, f"did not save within {self.job.config.gasp_s:g} s")
+        elif name == "leave" and self.phase == "leaving":
+            for member in living:
+                self.job.kill(member, "did not leave")
+
+    def remind(self, member: Member) -> None:
+        """Repeat the standing order to a member that reconnected."""
+        message = self._standing_order(member)
+        if message is not None:
+            self.job.send(member, message)
+
+    def progress(self, now: float) -> None:
+        """Take whatever step the facts allow."""
+        roster = self.job.roster
+        members, living = roster.members, roster.living
+        if self.phase == "fencing":
+            if all(m.rank in self._reports and m.failed is None for m in living):
+                self._plan(now)
+        elif self.phase == "retrying":
+            if all(self._stands_at(m, self.job.step) for m in living):
+                self._resume_in_place(now)
+        elif self.phase == "leaving":
+            if not living:
+                self._gone(now)
+        elif self.phase == "starting":
+            if self.faults and not self.job.session and all(m.started for m in members):
+                self._recovered(now)
+        if self.phase == "resuming" and all(m.reached or m.finished for m in members):
+            self._go("reached")
+            self.job.record("resumed", step=self.job.step, generation=str(self.job.generation))
+            self._recovered(now)
+
+    def fence(self, now: float, reason: str) -> None:
+        """A new generation begins: everyone out of the old one."""
+        job = self.job
+        self._go("fault")
+        self._suspicion = None
+        self._reports = {}
+        self.decided = None
+        generation = job.next_generation()
+        dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
+        self._reason = reason
+        self._pass("fenced", now)
+        job.record("fenced", generation=str(generation), reason=reason, dead_ranks=dead)
+        for name in ("grace", "gasp", "startup"):
+            job.cancel(name)
+        for member in job.roster.living:
+            if not member.said_hello:
+                job.kill(member, "not connected when the generation was fenced")
+            elif member.failed is None:
+                self.remind(member)
+        job.timer("quiesce-early", job.config.starting_quiesce_s)
+        job.timer("quiesce", job.config.quiesce_s)
+        self.progress(now)
+
+    # ---------------------------------------------------------------- quiesced -> planned
+
+    def reports(self) -> list[Report]:
+        """What is known of each rank of the old generation."""
+        found: list[Report] = []
+        for member in self.job.roster.members:
+            answer = self._reports.get(member.rank)
+            if member.alive and answer is not None:
+                found.append(Report(member.rank, answer.state, answer.step, True))
+            elif member.exited is not None and member.exited.detail != NO_PAGE:
+                found.append(Report(member.rank, member.exited.state, member.exited.step, False))
+        return found
+
+    def _plan(self, now: float) -> None:
+        job = self.job
+        self._pass("quiesced", now)
+        job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
+        decided = self.decided = decide(self.reports(), job.sealed_step)
+        if decided.step is not None:
+            job.step = decided.step
+        situation = self._situation(decided)
+        verdict = judge(now, situation, job.answered, job.config)
+        failure = situation.failures[0] if situation.failures else None
+        self._pass("planned", now)
+        job.record(
+            "planned",
+            generation=str(job.generation),
+            step=job.step,
+            in_doubt=decided.in_doubt,
+            decision=decided.direction,
+            sources=list(decided.sources),
+            evidence=list(decided.evidence),
+        )
+        job.record(
+            "verdict",
+            action=verdict.action,
+            reason=verdict.reason,
+            evidence=list(verdict.evidence),
+            step=job.step,
+            at_s=now,
+            digest=failure.digest if failure else "",
+            failed_step=failure.step if failure else 0,
+        )
+        failures = ((failure.digest, failure.step),) if failure else ()
+        job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
+        self._act(now, verdict, decided)
+
+    def _situation(self, decided: Decided) -> Situation:
+        job = self.job
+        members = job.roster.members
+        finished = [m for m in members if m.finished is not None]
+        return Situation(
+            step=job.step or None,
+            base_step=job.base_step,
+            session=job.session,
+            all_alive=all(m.alive for m in members),
+            all_sound=decided.step is not None and decided.sound and len(finished) in (0, len(members)),
+            uncovered=self._why_uncovered(decided),
+            checkpoint_known=job.sealed_step >= 0 or job.base_step > 0,
+            failures=self._failures(),
+        )
+
+    def _failures(self) -> tuple[Failure, ...]:
+        """The exception that caused this, unless a death came first or it is what a lost peer causes."""
+        found = [f for f in self.faults if "planned" not in f.passed]
+        if any(f.kind != "exception" for f in found):
+            return ()
+        causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
+        return tuple(causes[:1])
+
+    def _sources(self, decided: Decided) -> tuple[int, ...]:
+        return tuple(r for r in decided.sources if r not in self._excluded)
+
+    def _why_uncovered(self, decided: Decided) -> str:
+        job, sources = self.job, self._sources(decided)
+        if not job.root:
+            return "no session has told where to save"
+        if not sources:
+            return f"no living rank holds the state of step {job.step}"
+        if self._save_failures >= job.config.save_attempts_max:
+            return f"{self._save_failures} attempts failed, the last one: {self._save_error}"
+        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
+        if missing:
+            return f"rank(s) {missing[:8]} published no layout"
+        uncovered = job.uncovered(job.roster.layouts_as_text(), sources)
+        return (
+            f"{uncovered} (save failed before: {self._save_error})"
+            if uncovered and self._save_error
+            else uncovered
+        )
+
+    # ---------------------------------------------------------------- planned -> restored
+
+    def _act(self, now: float, verdict: Verdict, decided: Decided) -> None:
+        job = self.job
+        self.final = None
+        self._resume = ""
+        self._order = None
+        self._then = "restart"
+        if verdict.stops:
+            self._then = "stop"
+            self.final = (STOP_CODE[verdict.action], verdict.reason)
+        elif verdict.action == "retry_in_place":
+            self._then = "retry"
+            self._go("retry")
+            for member in job.roster.living:
+                self.remind(member)
+            job.timer("quiesce", job.config.gasp_s)
+            self.progress(now)
+            return
+        elif job.config.library:
+            self.final = (Exit.FAILED, verdict.reason)
+        if not verdict.save:
+            self._go("leave")
+            self._leave(now, verdict.reason)
+            return
+        self._order = self._save_order(self._sources(decided))
+        self._writing = set(self._order.sources)
+        self._go("save")
+        for member in job.roster.living:
+            self.remind(member)
+        job.timer("gasp", job.config.gasp_s)
+
+    def _save_order(self, sources: tuple[int, ...]) -> SaveOrder:
+        job = self.job
+        self._save_attempts += 1
+        return SaveOrder(
+            save_id=SaveId(
+                run=job.config.run_id,
+                generation=job.generation,
+                step=job.step,
+                attempt=self._save_attempts,
+                kind="last-gasp",
+            ),
+            root=job.root,
+            sources=sources,
+            layouts=job.roster.layouts_as_text(),
+            dead_locals={
+                str(m.rank): m.exited.local for m in job.roster.members if m.exited and m.exited.local
+            },
+        )
+
+    def _standing_order(self, member: Member) -> Message | None:
+        job = self.job
+        who, generation = member.member_id, job.generation
+        if self.phase == "fencing":
+            dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
+            return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=dead)
+        if self.phase in ("saving", "retrying"):
+            if self.decided is None or member.rank not in self.decided.sources:
+                return None
+            order = self._order
+            save = order if order is not None and member.rank in order.sources else None
+            return Settle(member_id=who, generation=generation, step=job.step, save=save, then=self._then)
+        if self.phase == "resuming" and self._in_place:
+            return Resume(member_id=who, generation=generation, step=job.step)
+        if self.phase == "leaving":
+            code = self.final[0] if self.final else Exit.RESTART
+            return Leave(member_id=who, generation=generation, code=int(code), reason=self._reason)
+        return None
+
+    def _stands_at(self, member: Member, step: int) -> bool:
+        report = self._reports.get(member.rank)
+        return report is not None and report.step == step and report.state in ("ready", "aborted", "finished")
+
+    def _resume_in_place(self, now: float) -> None:
+        job = self.job
+        self._go("agreed")
+        self._in_place = True
+        job.cancel("quiesce")
+        job.roster.generation = job.generation
+        self._pass("restored", now)
+        job.record(
+            "generation_started",
+            generation=str(job.generation),
+            attempt=job.attempts - 1,
+            in_place=True,
+            resume="",
+            members=[int(m.member_id) for m in job.roster.members],
+            nodes=[str(m.node_id) for m in job.roster.members],
+            local_ranks=[m.local_rank for m in job.roster.members],
+        )
+        job.record("restored", step=job.step, steps_lost=0, generation=str(job.generation))
+        for member in job.roster.living:
+            member.reached = False
+            self.remind(member)
+        self.progress(now)
+
+    def _leave(self, now: float, reason: str) -> None:
+        job = self.job
+        self._reason = reason
+        if job.exit_source and self.final is None:
+            sealed = job.sealed_step >= job.step
+            self.final = (Exit.REQUEUE if sealed else Exit.UNSAVED, f"asked to exit by {job.exit_source}")
+        for name in ("quiesce", "quiesce-early", "gasp"):
+            job.cancel(name)
+        for member in job.roster.living:
+            if job.session and member.said_hello:
+                self.remind(member)
+            else:
+                job.kill(member, reason, grace_s=job.config.term_grace_s)
+        if job.session:
+            job.timer("leave", job.config.leave_s)
+        self.progress(now)
+
+    def _gone(self, now: float) -> None:
+        self.job.cancel("leave")
+        if self.final is not None:
+            self.job.finish(*self.final)
+            return
+        self._go("gone")
+        self._start(now)
+
+    def _start(self, now: float) -> None:
+        self._in_place = False
+        self._all_opened = False
+        self._reports = {}
+        if not self.job.start_members(self._resume):
+            self._go("no nodes")
+            self.job.timer("startup", self.job.config.startup_s)
+
+    # ---------------------------------------------------------------- restored -> resumed
+
+    def _recovered(self, now: float) -> None:
+        self._pass("resumed", now)
+        for fault in self.faults:
+            self.job.record("recovered", **fault.summary())
+        self.faults = []
+        self._excluded = set()
+        self._save_attempts = 0
+        self._save_failures = 0
+        self._save_error = ""
+
+    def _pass(self, phase: Seen, now: float) -> None:
+        for fault in self.faults:
+            fault.passes(phase, now)
+
+    def _go(self, event: str) -> None:
+        target = PHASES.get((self.phase, event))
+        if target is None:
+            raise InternalError(f"{event!r} cannot happen in phase {self.phase!r} of a recovery")
+        self.phase = target
+
+
+NO_PAGE = "no page"
+"""``MemberExited.detail`` when nothing is known about where the process was."""
