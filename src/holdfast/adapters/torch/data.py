@@ -16,7 +16,7 @@ Sources, by what the user gives:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,10 +71,14 @@ class Feed:
         self.epoch = 0
         self.last_in_epoch = False
 
-    def seek(self, position: Position, local: Plain = None) -> None:
-        """Go to ``position``; ``local`` is what :meth:`local_state` returned there, if anything."""
+    def place(self) -> dict[str, int]:
+        """The position after the last batch drawn, as plain values."""
+        return {"epoch": self.position.epoch, "batch": self.position.batch}
+
+    def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
+        """Go to a place; ``local`` is what :meth:`local_state` returned there, if anything."""
         self._iterator = None
-        self.position = position
+        self.position = Position(place["epoch"], place["batch"])
         if local is not None:
             self._source.restore_local(local)
 

@@ -1,0 +1,138 @@
+"""What a session needs from a framework. One package beside this file per framework implements it.
+
+The session owns the protocol (when to vote, what to save, whom to believe); an adapter owns the framework's objects:
+how to copy state, how to break collectives, where the optimizer can be hooked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.adapters.values import Plain
+from holdfast.core.ids import Generation
+from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+
+
+class Collected(Protocol):
+    """The training state at one moment; a ``TensorSource`` of the store."""
+
+    values: dict[str, Plain]
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """C-contiguous bytes of one box of this rank."""
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """The boxes that this rank holds."""
+
+
+class Restore(Protocol):
+    """A load under way."""
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every box to fill, with its writable bytes."""
+
+    def finish(self) -> None:
+        """The boxes are filled and verified: put everything into place."""
+
+
+class Feed(Protocol):
+    """Batches, epoch after epoch."""
+
+    epoch: int
+    last_in_epoch: bool
+
+    def place(self) -> Mapping[str, int]:
+        """The position after the last batch drawn."""
+
+    def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
+        """Go to a position; ``local`` is what :meth:`local_state` said there."""
+
+    def local_state(self) -> Plain:
+        """The part of the position that only this rank knows, or None."""
+
+    def draw(self, epochs: int | None = None) -> Any:
+        """The next batch. Raises StopIteration after ``epochs`` epochs."""
+
+    def close(self) -> None:
+        """Stop loader workers."""
+
+
+class Hooks(NamedTuple):
+    """Calls into the session from inside user code, in the main thread."""
+
+    backward: Callable[[], None]  # the first gradient of a step is being computed
+    update: Callable[[str], None]  # the named optimizer is about to change weights
+    updated: Callable[[str], None]  # it has
+
+
+class Adapter(Protocol):
+    """One framework, for one session. Methods raise what their implementation documents."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective of this process broke, or :meth:`poison` was called."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is poisoned."""
+
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]) -> None:
+        """Install hooks; ``on_fault`` hears of the first broken collective, ``on_collective`` counts their starts."""
+
+    def detach(self) -> None:
+        """Remove what :meth:`attach` installed."""
+
+    # ---- state
+    def collect(self, *, frozen: bool = False) -> Collected:
+        """The state now, or (``frozen``) at the start of the current step. Callable from any thread."""
+
+    def state_size(self) -> int:
+        """A number that changes when the layout does."""
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load."""
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches of the user's loader."""
+
+    # ---- step
+    def begin(self, step: int) -> None:
+        """Seed the generators and copy what forward changes."""
+
+    def shield(self) -> None:
+        """The block begins: broken collectives complete from now on, instead of raising."""
+
+    def record(self, name: str) -> None:
+        """The named optimizer makes a tentative update: copy what it changes."""
+
+    def prepare_vote(self) -> None:
+        """Wait for the device and make what all ranks must share equal."""
+
+    def vote(self, vector: list[int]) -> list[int]:
+        """Sum int64 ``vector`` over all ranks. Raises: PeerLost."""
+
+    def enter_update(self) -> None:
+        """The vote has passed: no collective may start before :meth:`end`."""
+
+    def end(self) -> None:
+        """The block has ended, committed."""
+
+    def abort(self) -> None:
+        """Undo everything that the aborted step did; the next :meth:`begin` finds the state as it was."""
+
+    # ---- groups
+    def poison(self, reason: str) -> None:
+        """Break all collectives of this process. From any thread, returns at once."""
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Rebuild all groups. Raises: GroupError."""
+
+    def rehearse(self) -> bool:
+        """True when the next step must run once without effect; collectives then complete on own data."""
+
+    def end_rehearsal(self) -> None:
+        """Collectives communicate again."""

@@ -1,0 +1,281 @@
+"""PyTorch behind the interface of ``adapters/base.py``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from holdfast.adapters.base import Hooks
+from holdfast.adapters.torch.buffers import BufferSync
+from holdfast.adapters.torch.data import Feed, make_source
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.handle import ReconfigurableGroup
+from holdfast.adapters.torch.heal import heal, heal_scaler
+from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
+from holdfast.adapters.torch.optim import named_optimizers, parameters_of
+from holdfast.adapters.torch.rng import reseed, reseed_generators
+from holdfast.adapters.torch.snapshot import Snapshot
+from holdfast.adapters.torch.state import Collected, Restore, TorchState
+from holdfast.adapters.values import Plain
+from holdfast.core.ids import Generation
+from holdfast.errors import StepError, UnsupportedError, UsageError
+from holdfast.store.layout import Catalogue
+
+log = logging.getLogger("holdfast")
+
+REHEARSALS_MAX = 3
+
+
+class TorchAdapter:
+    """See :class:`holdfast.adapters.base.Adapter`.
+
+    Args:
+        model: a module, or modules by name; wrapped (DDP, ``fully_shard``, compile) as for training.
+        optimizer: one, a list, or a dict by name.
+        scheduler: one, a list, or a dict by name.
+        scaler: a ``GradScaler`` or None.
+        extras: further state by name.
+        seed: of all random numbers.
+
+    Raises:
+        UsageError: wrong arguments, or several processes without process groups.
+        StateError: something that cannot be saved.
+        UnsupportedError: FSDP1, an optimizer that communicates in its step, foreign process groups.
+    """
+
+    def __init__(
+        self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
+    ) -> None:
+        self.rank, self.world_size = _place()
+        self._model = model
+        self._seed = seed
+        self._scaler = scaler
+        optimizers = named_optimizers(optimizer)
+        self.state = TorchState(model, optimizers, scheduler, scaler, extras)
+        self._snapshot = Snapshot(self.state)
+        self._fabric = fabric()
+        self._ddp = data_parallel(model)
+        self._sync = BufferSync(self.state.names, self._ddp, self.world_size)
+        self._names = {id(o): name for name, o in optimizers.items()}
+        self._ours = {id(p) for p in self.state.names.parameters.values()}
+        self._foreign: dict[int, bool] = {}
+        self._handles: list[Any] = []
+        self._hooks: Hooks | None = None
+        self._backward_seen = False
+        self._updating = False
+        self._rehearsals = 0
+
+    # ------------------------------------------------------------------ hooks
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective of this process broke."""
+        return self._fabric.poisoned
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self._fabric.reason
+
+    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]) -> None:
+        """Hook every optimizer of the process and the model's output."""
+        self._hooks = hooks
+        self._fabric.on_poison(on_fault)
+        self._fabric.on_collective(on_collective)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+            *(module.register_forward_hook(self._watch_output) for _, module in modules_of(self._model)),
+        ]
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._hooks = None
+        self._fabric.on_collective(None)
+        self._sync.close()
+
+    def _watch_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._backward_seen:
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._first_gradient)
+                return
+
+    def _first_gradient(self, gradient: torch.Tensor) -> None:
+        if not self._backward_seen and self._hooks is not None:
+            self._backward_seen = True
+            self._hooks.backward()
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        name = self._names.get(id(optimizer))
+        if name is None:
+            self._refuse_unknown(optimizer)
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"optimizer {name!r} updates weights inside backward, before the step is agreed",
+                hint="call optimizer.step() after loss.backward()",
+            )
+        if self._hooks is not None:
+            self._hooks.update(name)
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        name = self._names.get(id(optimizer))
+        if name is not None and self._hooks is not None:
+            self._hooks.updated(name)
+
+    def _refuse_unknown(self, optimizer: Optimizer) -> None:
+        """An optimizer of someone else is fine, unless it changes our weights before a vote."""
+        if self._updating:  # called by a wrapper that has voted
+            return
+        ours = self._foreign.get(id(optimizer))
+        if ours is None:
+            ours = any(id(p) in self._ours for p in parameters_of(optimizer))
+            self._foreign[id(optimizer)] = ours
+        if ours:
+            raise StepError(
+                f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
+                hint="holdfast.session(..., optimizer={'name': optimizer, ...})",
+            )
+
+    # ------------------------------------------------------------------ state
+
+    def collect(self, *, frozen: bool = False) -> Collected:
+        """The state now, or at the start of the current step."""
+        return self.state.collect(self._snapshot.copies() if frozen else None)
+
+    def state_size(self) -> int:
+        """Number of optimizer state entries."""
+        return self.state.size()
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch."""
+        return self.state.restore(catalogue, values)
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches of ``loader``. Raises: UsageError."""
+        return Feed(make_source(loader, self._seed, self.rank))
+
+    # ------------------------------------------------------------------ step
+
+    def begin(self, step: int) -> None:
+        """Seed and copy."""
+        self._backward_seen = False
+        self._snapshot.take()
+        reseed(self._seed, self.rank, step)
+        reseed_generators(self.state.generators, self._seed, self.rank, step)
+
+    def shield(self) -> None:
+        """Broken collectives complete on local data."""
+        self._fabric.shield(True)
+
+    def record(self, name: str) -> None:
+        """Copy what the named optimizer is about to change."""
+        self._snapshot.undo.record(self.state.optimizers[name].optimizer)
+
+    def prepare_vote(self) -> None:
+        """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
+        self._sync.run()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+
+    def vote(self, vector: list[int]) -> list[int]:
+        """Sum over all ranks. Raises: PeerLost."""
+        return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
+
+    def enter_update(self) -> None:
+        """Collectives are misuse from here to :meth:`end`."""
+        self._updating = True
+        self._fabric.shield(False)
+        self._fabric.seal_updates(True)
+
+    def end(self) -> None:
+        """Collectives are free again."""
+        self._updating = False
+        self._fabric.seal_updates(False)
+        self._fabric.shield(False)
+        self._snapshot.undo.clear()
+
+    def abort(self) -> None:
+        """Heal wrappers and scaler, restore what the step changed, drop gradients."""
+        self._updating = False
+        self._fabric.seal_updates(False)
+        self._fabric.shield(False)
+        self._fabric.quiesce()
+        for _, module in modules_of(self._model):
+            heal(module)
+        if self._scaler is not None:
+            heal_scaler(self._scaler)
+        self._snapshot.restore()
+
+    # ------------------------------------------------------------------ groups
+
+    def poison(self, reason: str) -> None:
+        """Break all collectives."""
+        self._fabric.poison(reason)
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Rebuild all groups. Raises: GroupError."""
+        self._fabric.reconfigure(generation)
+
+    def rehearse(self) -> bool:
+        """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
+        waiting = any(
+            not module._has_rebuilt_buckets and (module.static_graph or not module.find_unused_parameters)
+            for module in self._ddp
+        )
+        if self.world_size == 1 or not waiting or self._rehearsals >= REHEARSALS_MAX:
+            return False
+        self._rehearsals += 1
+        self._fabric.loopback()
+        return True
+
+    def end_rehearsal(self) -> None:
+        """Back to the peers, over the same connections."""
+        self._fabric.reconfigure(self._fabric.generation)
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size of the default process group.
+
+    Raises:
+        UsageError: a launcher says that there are several processes, but there is no process group.
+        UnsupportedError: process groups that were made before Holdfast could.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            raise UsageError(
+                f"{world_size} processes were started, but torch.distributed is not initialised",
+                hint="torch.distributed.init_process_group(...) before holdfast.session(...)",
+            )
+        return 0, 1
+    if dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
+        raise UnsupportedError(
+            "the process groups were made before Holdfast could put its own behind them",
+            hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",
+        )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a module's output."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

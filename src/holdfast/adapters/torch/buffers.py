@@ -1,0 +1,78 @@
+"""Buffers follow rank 0: equal on all ranks before each vote, so that no rank's loss changes the run.
+
+DDP broadcasts its buffers at the start of each forward. Its own broadcast is switched off and made here at the end of
+the step instead: the same number of bytes, the same meaning, but inside the step that is voted on. Models without DDP
+(``fully_shard``) get the same for the buffers that they persist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.adapters.torch.naming import Names, Slot
+
+
+class BufferSync:
+    """One packed broadcast per group of ranks.
+
+    Args:
+        names: of the model.
+        wrappers: its DDP wrappers.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, names: Names, wrappers: list[DistributedDataParallel], world_size: int) -> None:
+        self._off: list[DistributedDataParallel] = []
+        self._plans: list[tuple[Any, list[Slot]]] = []
+        if world_size == 1:
+            return
+        taken: set[int] = set()
+        for wrapper in wrappers:
+            inside = {id(module) for module in wrapper.modules()}
+            if wrapper.broadcast_buffers:
+                ignored = {id(b) for n, b in wrapper.module.named_buffers() if n in wrapper.parameters_to_ignore}
+                slots = [s for s in names.buffers if id(s.module) in inside and id(s.get()) not in ignored]
+                self._add(wrapper.process_group, slots)
+                wrapper.broadcast_buffers = False
+                self._off.append(wrapper)
+            taken |= inside
+        rest = [
+            slot
+            for slot in names.buffers
+            if id(slot.module) not in taken and slot.key not in slot.module._non_persistent_buffers_set
+        ]
+        self._add(dist.group.WORLD, rest)
+
+    def _add(self, group: Any, slots: list[Slot]) -> None:
+        if slots:
+            self._plans.append((group, slots))
+
+    def run(self) -> None:
+        """Broadcast. A collective: inside a shield a broken one leaves the local values."""
+        with torch.no_grad():
+            for group, slots in self._plans:
+                live = [b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)]
+                if live:
+                    _broadcast(group, live)
+
+    def close(self) -> None:
+        """Give DDP its broadcast back."""
+        for wrapper in self._off:
+            wrapper.broadcast_buffers = True
+        self._off = []
+
+
+def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    packed = torch.cat(flat)
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast(packed, source, group=group)
+    if dist.get_rank() == source:
+        return
+    for tensor, piece in zip(tensors, packed.split([f.numel() for f in flat]), strict=True):
+        tensor.copy_(piece.view(tensor.dtype).reshape(tensor.shape))

@@ -1,0 +1,364 @@
+"""One rank's side of the step protocol: machine, lock, status page and line to the control plane.
+
+Theory. Two threads act on a rank: the main thread runs user code, the client thread hears of faults while the main
+thread sits in a collective. Both go through one condition variable around ``core.step.StepMachine``; whatever the
+machine says under that lock is the truth, the page shows it to others, and a fence is answered as soon as the machine
+has settled. The main thread never decides an in-doubt step: it waits here until it is told.
+
+Invariants:
+1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
+2. ``Settled`` is sent once per settled (state, step) of a fence, in the order in which they occurred.
+3. A main thread that waits for the control plane ends: by an order, or by leaving when nobody is there any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.adapters.base import Adapter
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId
+from holdfast.core.messages import (
+    Catalogued,
+    ExitAsked,
+    ExitOrder,
+    FaultSeen,
+    Fence,
+    Finished,
+    LayoutPublished,
+    RankState,
+    Release,
+    Resume,
+    Settle,
+    Settled,
+    StepReached,
+)
+from holdfast.core.page import Phase, Word
+from holdfast.core.step import StepMachine
+from holdfast.errors import GroupError
+from holdfast.exits import Exit
+from holdfast.runtime.client import Client, leave_process
+
+POLL_S = 0.5
+TEXT_LENGTH_MAX = 1000
+
+
+class Rank:
+    """See the module. ``client`` is None in a process without a launcher: then nobody can fence it.
+
+    Args:
+        adapter: breaks and rebuilds collectives.
+        client: the line to the agent.
+        on_settle: called in the client thread with each decision, after the machine took it.
+    """
+
+    def __init__(self, adapter: Adapter, client: Client | None, on_settle: Callable[[Settle], None]) -> None:
+        generation = NO_GENERATION if client is None else client.generation
+        self.machine = StepMachine(generation, self._observe)
+        self.changed = threading.Condition(threading.RLock())
+        self.client = client
+        self.exit_source = ""
+        self.orphaned = False
+        self.released = False
+        self.catalogue_version = 0
+        self.layouts: dict[str, bytes] = {}
+        self._adapter = adapter
+        self._on_settle = on_settle
+        self._told: tuple[Generation, RankState, int] | None = None
+        self._resume: Resume | None = None
+        self._reached = False
+        self._block_started_ns = 0
+
+    # ------------------------------------------------------------------ both threads
+
+    @property
+    def state(self) -> RankState:
+        """Where this rank is."""
+        return self.machine.state
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.machine.step
+
+    @property
+    def fenced(self) -> bool:
+        """A newer generation exists and this rank has not joined it."""
+        return self.machine.fenced is not None
+
+    @property
+    def member_id(self) -> MemberId:
+        """This process life."""
+        return MemberId(0) if self.client is None else self.client.member_id
+
+    def ask_exit(self, source: str) -> None:
+        """Raise the exit flag: the next vote carries it."""
+        with self.changed:
+            if self.exit_source:
+                return
+            self.exit_source = source
+        if self.client is not None:
+            self.client.send(
+                ExitAsked(member_id=self.member_id, generation=self.machine.generation, source=source)
+            )
+
+    def fault_seen(self, what: str) -> None:
+        """A collective broke here first: tell the controller, which waits for a death that explains it."""
+        with self.changed:
+            if self.client is None or self.fenced:
+                return
+            message = FaultSeen(
+                member_id=self.member_id,
+                generation=self.machine.generation,
+                step=self.step,
+                what=what[:TEXT_LENGTH_MAX],
+            )
+        self.client.send(message)
+
+    def freed(self) -> None:
+        """The main thread is out of its collective."""
+        if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
+            self.client.page[Word.FREED_NS] = time.monotonic_ns()
+
+    def count_collective(self, count: int) -> None:
+        """A collective starts; hot path."""
+        if self.client is not None:
+            self.client.page[Word.COLLECTIVES] = count
+            if self.machine.fenced is not None:
+                self.freed()
+
+    def _observe(self, old: RankState, new: RankState, step: int) -> None:
+        self.changed.notify_all()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the fence when the machine has settled, and again when a decision moved it."""
+        fenced = self.machine.fenced
+        if self.client is None or fenced is None or not self.machine.settled:
+            return
+        now = (fenced, self.machine.state, self.machine.step)
+        if now == self._told:
+            return
+        self._told = now
+        self.client.send(
+            Settled(
+                member_id=self.member_id,
+                generation=fenced,
+                state=self.machine.state,
+                step=self.machine.step,
+                freed_ns=self.client.page[Word.FREED_NS],
+            )
+        )
+
+    # ------------------------------------------------------------------ client thread
+
+    def connect(self) -> None:
+        """Take over the client's handlers."""
+        client = self.client
+        if client is None:
+            return
+        client.hello = lambda: (self.machine.state, self.machine.step)
+        client.on(Fence, self.on_fence)
+        client.on(Settle, self.on_settle)
+        client.on(Resume, self.on_resume)
+        client.on(Release, self.on_release)
+        client.on(ExitOrder, self.on_exit_order)
+        client.on(Catalogued, self.on_catalogued)
+        client.on_orphaned(self.on_orphaned)
+
+    def on_fence(self, fence: Fence) -> None:
+        """Out of the old generation: stop at the boundary, break every collective, answer."""
+        with self.changed:
+            if not self.machine.fence(fence.generation):
+                return
+            if self.client is not None:
+                self.client.page[Word.FREED_NS] = 0
+                if self.machine.state == "aborted":
+                    self.client.page.place(self.step, Phase.ABORTED)
+            self._resume = None
+            self._answer()
+        self._adapter.poison(f"fenced: {fence.reason}")
+
+    def on_settle(self, settle: Settle) -> None:
+        """The decision."""
+        with self.changed:
+            if self.machine.fenced != settle.generation:
+                return
+            self.machine.decide(settle.step)
+            self.changed.notify_all()
+        self._on_settle(settle)
+
+    def on_resume(self, resume: Resume) -> None:
+        """Same members, new generation: the main thread rebuilds the groups."""
+        with self.changed:
+            self._resume = resume
+            self._reached = False
+            self.changed.notify_all()
+
+    def on_release(self, release: Release) -> None:
+        """Every rank has finished."""
+        with self.changed:
+            self.released = True
+            self.changed.notify_all()
+
+    def on_exit_order(self, order: ExitOrder) -> None:
+        """Raise the exit flag, or take it back while it is not agreed."""
+        with self.changed:
+            self.exit_source = "" if order.cancel else order.source
+            self.changed.notify_all()
+
+    def on_catalogued(self, message: Catalogued) -> None:
+        """Everyone's layouts."""
+        with self.changed:
+            if message.version >= self.catalogue_version:
+                self.catalogue_version = message.version
+                self.layouts = dict(message.layouts)
+            self.changed.notify_all()
+
+    def on_orphaned(self) -> None:
+        """Launcher and agent are gone: leave together, which the vote can agree on without them."""
+        with self.changed:
+            self.orphaned = True
+            self.exit_source = self.exit_source or "launcher and agent are lost"
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ main thread
+
+    def enter(self, phase: Phase) -> None:
+        """Show the phase on the page; a drill's trap may hold, end or fail the process here."""
+        if self.client is not None:
+            self.client.page.enter(phase, self.machine.step)
+
+    def begin(self) -> bool:
+        """READY -> COMPUTE; False when a fence came first."""
+        with self.changed:
+            begun = self.machine.begin()
+        if begun:
+            self._block_started_ns = time.monotonic_ns()
+        return begun
+
+    def commit(self, payload: bytes | None) -> None:
+        """UPDATING(s) -> READY(s+1), with rank-local values of s+1 on the page first."""
+        page = None if self.client is None else self.client.page
+        if page is not None and payload is not None:
+            page.write_local(self.step + 1, payload)
+        with self.changed:
+            self.machine.end_block()
+        if page is not None:
+            page[Word.COMMITTED] = self.step
+            page[Word.STEP_NS] = time.monotonic_ns() - self._block_started_ns
+        self.enter(Phase.READY)
+        if self.client is not None and not self._reached and not self.fenced:
+            self._reached = True
+            self.client.send(
+                StepReached(member_id=self.member_id, generation=self.machine.generation, step=self.step)
+            )
+
+    def retry_now(self) -> bool:
+        """ABORTED -> READY without a new generation (a rehearsal); False when a fence came meanwhile."""
+        with self.changed:
+            return self.machine.retry(self.machine.generation) if not self.fenced else False
+
+    def await_decision(self) -> bool:
+        """IN_DOUBT until told; True = apply the update."""
+        self.enter(Phase.IN_DOUBT)
+        self.freed()
+        with self.changed:
+            self._answer()
+            self._wait(lambda: self.machine.state != "in_doubt")
+            return self.machine.state == "updating"
+
+    def await_resume(self) -> None:
+        """Wait for the order to go on in a new generation, and join it. An order to leave ends the process instead."""
+        self.freed()
+        while True:
+            with self.changed:
+                self._wait(lambda: self._resume is not None)
+                resume = self._resume
+                assert resume is not None
+                self._resume = None
+            try:
+                self._adapter.reconfigure(resume.generation)
+            except GroupError as error:
+                # Another fault came while the groups were built, or this one cannot be answered in place.
+                with self.changed:
+                    fenced = self.machine.fenced
+                if fenced is not None and fenced <= resume.generation and self.client is not None:
+                    self.client.send(
+                        FaultSeen(
+                            member_id=self.member_id,
+                            generation=resume.generation,
+                            step=self.step,
+                            what=str(error)[:TEXT_LENGTH_MAX],
+                        )
+                    )
+                continue
+            with self.changed:
+                if self.machine.retry(resume.generation):
+                    self._told = None
+                    return
+
+    def await_end(self) -> None:
+        """Torn: this process is replaced. Waits for the order to leave."""
+        self.enter(Phase.TORN)
+        self.freed()
+        with self.changed:
+            self._answer()
+            self._wait(lambda: False)
+
+    def repeated(self) -> None:
+        """A block ran that did not count."""
+        if self.client is not None:
+            self.client.page[Word.REPEATED] += 1
+
+    def finish(self, reason: str, sealed: bool) -> None:
+        """READY -> FINISHED, and wait until every rank has."""
+        with self.changed:
+            self.machine.finish()
+        self.enter(Phase.FINISHED)
+        if self.client is None or self.orphaned:
+            return
+        self.client.send(
+            Finished(
+                member_id=self.member_id,
+                generation=self.machine.generation,
+                step=self.step,
+                reason="exit" if reason == "exit" else "done",
+                sealed=sealed,
+            )
+        )
+        with self.changed:
+            while not self.released and not self.orphaned:
+                self.changed.wait(POLL_S)
+
+    def publish(self, version: int, layout: bytes) -> None:
+        """Tell the controller what this rank holds."""
+        if self.client is not None:
+            self.client.send(
+                LayoutPublished(
+                    member_id=self.member_id,
+                    generation=self.machine.generation,
+                    rank=self._adapter.rank,
+                    version=version,
+                    layout=layout,
+                )
+            )
+
+    def await_catalogue(self, version: int, timeout_s: float) -> dict[str, bytes] | None:
+        """Layouts of all ranks at ``version`` or newer; None when they did not come in time, or a fence did."""
+        deadline_s = time.monotonic() + timeout_s
+        with self.changed:
+            while self.catalogue_version < version:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.fenced or self.orphaned:
+                    return None
+                self.changed.wait(min(left_s, POLL_S))
+            return self.layouts
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if self.orphaned:
+                # A fault without anyone to decide: the newest sealed checkpoint is what counts.
+                leave_process(Exit.ORPHANED)
+            self.changed.wait(POLL_S)
