@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from holdfast.errors import StateError
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, TensorEntry, subtract
 
-PART_SIZE_BYTES_MIN = 4 * 1024 * 1024
+PART_SIZE_BYTES_MIN = 1024 * 1024
 """A box is only cut into parts of at least about this size: each part costs a header entry and a read."""
 
 Ranks = NDArray[np.int64]

@@ -1,0 +1,151 @@
+"""The planner: who writes what, for any layout and any set of the dead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import StateError
+from holdfast.store import plan as planner
+from holdfast.store.layout import Box, BoxEntry, Catalogue, RankLayout, TensorEntry, TensorMeta
+from holdfast.store.plan import missing, plan
+from tests.store.worlds import World, cut, pipeline, replicated, worlds
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes of the tests are small: let them be cut all the same."""
+    monkeypatch.setattr(planner, "PART_SIZE_BYTES_MIN", 16)
+
+
+NO_HEALTH_CHECK = settings(max_examples=120, deadline=None)
+
+
+@NO_HEALTH_CHECK
+@given(worlds(), st.data())
+def test_every_box_with_a_living_holder_is_written_as_often_as_asked(
+    world: World, data: st.DataObject
+) -> None:
+    catalogue = world.catalogue()
+    alive = data.draw(st.frozensets(st.integers(0, world.size - 1)))
+    copies = data.draw(st.integers(1, 3))
+    shares = plan(catalogue, alive, copies)
+    assert set(shares.shares) <= alive
+    assert shares == plan(Catalogue.from_json(catalogue.to_json()), alive, copies)
+    for tensor in catalogue.tensors:
+        for entry in tensor.boxes:
+            holders = set(catalogue.holders(tensor.fqn, entry.box)) & alive
+            counted = np.zeros(tensor.shape, np.int64)
+            for rank in alive:
+                mine = np.zeros(tensor.shape, np.int64)
+                for item in shares.items(rank):
+                    if item.fqn == tensor.fqn and item.box == entry.box:
+                        assert rank in holders or tensor.size_bytes == 0
+                        assert item.box.contains(item.part)
+                        mine[cut(item.part)] += 1
+                assert mine.max(initial=0) <= 1, "a rank writes an element twice"
+                counted += mine
+            assert (counted[cut(entry.box)] == min(copies, len(holders))).all()
+
+
+@NO_HEALTH_CHECK
+@given(worlds(), st.data())
+def test_uncovered_is_exactly_what_the_dead_alone_held(world: World, data: st.DataObject) -> None:
+    catalogue = world.catalogue()
+    alive = data.draw(st.frozensets(st.integers(0, world.size - 1), min_size=1))
+    shares = plan(catalogue, alive)
+    for tensor in catalogue.tensors:
+        living = np.zeros(tensor.shape, bool)
+        for rank in alive:
+            for fqn, box in world.held[rank]:
+                if fqn == tensor.fqn:
+                    living[cut(box)] = True
+        named = np.zeros(tensor.shape, bool)
+        for fqn, box in shares.uncovered:
+            if fqn == tensor.fqn:
+                named[cut(box)] = True
+        assert (living | named).all(), "a lost element is not named"
+        assert bool(named.any()) == bool((~living).any()), "a covered tensor is called lost"
+    assert shares.complete == (shares.why_incomplete() == "")
+
+
+@NO_HEALTH_CHECK
+@given(worlds(edge_max=9), st.data())
+def test_a_part_is_one_byte_range_of_its_box(world: World, data: st.DataObject) -> None:
+    shares = plan(world.catalogue(), frozenset(range(world.size)))
+    for rank in range(world.size):
+        state = world.state(rank)
+        for item in shares.items(rank):
+            if not item.part.numel:
+                continue
+            array = world.arrays[item.fqn]
+            start, stop = item.byte_range(array.itemsize)
+            assert bytes(state.view(item.fqn, item.box)[start:stop]) == array[cut(item.part)].tobytes()
+
+
+def test_a_dead_stage_is_named_whole() -> None:
+    shares = plan(pipeline().catalogue(), frozenset({0, 1}))
+    assert shares.uncovered == (("stage1.weight", Box((0, 0), (64, 64))),)
+    assert "stage1.weight[0:64, 0:64]" in shares.why_incomplete()
+    assert plan(pipeline().catalogue(), frozenset({0, 3})).complete
+
+
+def test_a_region_that_nobody_ever_declared_is_named() -> None:
+    half = TensorMeta("w", "F32", (4, 4), Box((0, 0), (2, 4)))
+    shares = plan(Catalogue.from_layouts({0: RankLayout(0, (half,), 1)}), frozenset({0}))
+    assert shares.uncovered == (("w", Box((2, 0), (2, 4))),)
+
+
+def test_a_rank_without_a_layout_makes_the_plan_incomplete() -> None:
+    world = replicated(2, {"w": np.zeros(4, np.float32)})
+    catalogue = Catalogue.from_layouts({0: world.state(0).layout(0, 2)})
+    shares = plan(catalogue, frozenset({0}))
+    assert not shares.complete
+    assert "rank(s) 1 declared no layout" in shares.why_incomplete()
+    with pytest.raises(StateError, match="rank\\(s\\) 1"):
+        plan(catalogue, frozenset({0, 1}))
+
+
+def test_zero_copies_are_refused() -> None:
+    with pytest.raises(StateError, match="copies=0"):
+        plan(pipeline().catalogue(), frozenset({0}), copies=0)
+
+
+def test_loads_are_balanced_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes = [5, 3000, 70, 12_000_000, 9, 400_000, 30_000_000, 2_000_000, 64]
+    arrays = {f"t{i}": np.zeros(n, np.float32) for i, n in enumerate(sizes)}
+    for size in (2, 3, 4, 7):
+        world = replicated(size, arrays)
+        shares = plan(world.catalogue(), frozenset(range(size)))
+        loads = [sum(item.part.numel for item in shares.items(r)) for r in range(size)]
+        assert 4 * max(loads) <= 4 * sum(sizes) / size + 2 * planner.PART_SIZE_BYTES_MIN
+
+
+def test_missing_sees_holes_in_regular_and_irregular_cuts() -> None:
+    cells = [Box((i, j), (1, 2)) for i in range(4) for j in (0, 2)]
+    assert missing((4, 4), cells) == []
+    assert missing((4, 4), cells[:-1]) == [Box((3, 2), (1, 2))]
+    assert missing((4, 4), [Box((0, 0), (4, 3)), Box((0, 1), (4, 3))]) == []
+    assert missing((), []) == [Box((), ())]
+    assert missing((0, 3), [Box((0, 0), (0, 3))]) == []
+
+
+def test_4096_ranks_plan_by_layout_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    classes = tuple(tuple(range(c, 4096, 8)) for c in range(8))
+    tensors = tuple(
+        TensorEntry(
+            f"layer.{i:04d}",
+            "F32",
+            (8192, 1024),
+            tuple(BoxEntry((1024 * c, 0), (1024, 1024), (c,)) for c in range(8)),
+        )
+        for i in range(200)
+    )
+    shares = plan(Catalogue(1, 4096, classes, tensors), frozenset(range(1, 4096)))
+    assert shares.complete
+    assert 0 not in shares.shares
+    assert max(sum(i.part.numel for i in items) for items in shares.shares.values()) <= 2 * 1024 * 1024

@@ -1,0 +1,178 @@
+"""Random jobs for the tests: global tensors, who holds which box of them, and saving a checkpoint of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from holdfast.adapters.numpy import DTYPE_NAMES, Array, NumpyState, Shard
+from holdfast.core.ids import Generation, SaveId
+from holdfast.store.layout import Box, Catalogue, Shape, flat_range_boxes
+from holdfast.store.plan import plan
+from holdfast.store.writer import Written, write_share
+
+DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
+
+
+@dataclass
+class World:
+    """Global tensors and the boxes of each rank: ``held[rank]`` is a list of (fqn, box)."""
+
+    size: int
+    arrays: dict[str, Array]
+    held: list[list[tuple[str, Box]]] = field(default_factory=list)
+
+    def state(self, rank: int, *, empty: bool = False) -> NumpyState:
+        """Arrays of one rank: cut from the global ones, or zeroed to be loaded into."""
+        shards = []
+        for fqn, box in self.held[rank]:
+            whole = self.arrays[fqn]
+            piece = np.array(whole[cut(box)], order="C").reshape(box.sizes)
+            shards.append(Shard(fqn, whole.shape, box, np.zeros_like(piece) if empty else piece))
+        return NumpyState(shards)
+
+    def catalogue(self) -> Catalogue:
+        """The catalogue of all ranks."""
+        return Catalogue.from_layouts(
+            {rank: self.state(rank).layout(rank, self.size) for rank in range(self.size)}
+        )
+
+    def check(self, state: NumpyState) -> None:
+        """Every element of ``state`` equals the global tensors, bit for bit."""
+        for shard in state.shards:
+            expected = np.array(self.arrays[shard.fqn][cut(shard.box)], order="C").reshape(shard.box.sizes)
+            assert expected.tobytes() == shard.array.tobytes(), (shard.fqn, shard.box)
+
+
+def cut(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+
+
+def random_array(shape: Shape, dtype: str, seed: int) -> Array:
+    """Reproducible content that no two places share by accident."""
+    data = np.random.default_rng(seed).bytes(prod(shape) * np.dtype(dtype).itemsize)
+    if dtype == "bool":
+        return np.array(np.frombuffer(data, np.uint8) % 2 == 0).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def intervals(length: int, parts: int) -> list[tuple[int, int]]:
+    """``length`` cut like torch.chunk: (offset, size), trailing ones may be empty."""
+    chunk = -(-length // parts) if length else 0
+    return [(min(i * chunk, length), max(0, min(chunk, length - i * chunk))) for i in range(parts)]
+
+
+def grid(shape: Shape, cuts: Mapping[int, int]) -> list[Box]:
+    """All cells when dimension d is cut into ``cuts[d]`` parts."""
+    per_dim = [intervals(n, cuts[d]) if d in cuts else [(0, n)] for d, n in enumerate(shape)]
+    return [Box(tuple(o for o, _ in cell), tuple(s for _, s in cell)) for cell in product(*per_dim)]
+
+
+@st.composite
+def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Box]]:
+    """For each rank the boxes of one tensor; together they cover it."""
+    ranks = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))  # a pipeline stage, or all
+    boxes: list[list[Box]] = [[] for _ in range(size)]
+    kind = draw(st.sampled_from(["replicated", "sharded", "grid", "strided", "flat"]))
+    if kind == "replicated" or not prod(shape) or not shape:
+        cells = [[Box.whole(shape)]]
+    elif kind == "sharded":
+        cells = [[box] for box in grid(shape, {draw(st.integers(0, len(shape) - 1)): len(ranks)})]
+    elif kind == "grid":
+        axes = range(min(2, len(shape)))
+        cells = [[box] for box in grid(shape, {d: draw(st.integers(1, 2)) for d in axes})]
+    elif kind == "strided":
+        fine = grid(shape, {0: 2 * len(ranks)})
+        cells = [fine[i :: len(ranks)] for i in range(len(ranks))]
+    else:
+        cells = [flat_range_boxes(shape, o, o + n) for o, n in intervals(prod(shape), len(ranks))]
+    for index in range(
+        max(len(ranks), len(cells))
+    ):  # more ranks than cells: replicas; fewer: several cells each
+        boxes[ranks[index % len(ranks)]] += [
+            box for box in cells[index % len(cells)] if box not in boxes[ranks[index % len(ranks)]]
+        ]
+    return boxes
+
+
+@st.composite
+def tensors(draw: st.DrawFn, edge_max: int = 7) -> dict[str, Array]:
+    """One to five global tensors, scalars and empty ones among them."""
+    found: dict[str, Array] = {}
+    for index in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, edge_max), max_size=3)))
+        found[f"layer.{index}.weight"] = random_array(shape, draw(st.sampled_from(DTYPES)), index)
+    return found
+
+
+@st.composite
+def worlds(
+    draw: st.DrawFn, arrays: Mapping[str, Array] | None = None, size_max: int = 5, edge_max: int = 7
+) -> World:
+    """A job of one to ``size_max`` ranks holding the tensors in random layouts."""
+    size = draw(st.integers(1, size_max))
+    world = World(
+        size, dict(draw(tensors(edge_max)) if arrays is None else arrays), [[] for _ in range(size)]
+    )
+    for fqn, array in world.arrays.items():
+        for rank, boxes in enumerate(draw(placements(array.shape, size))):
+            world.held[rank] += [(fqn, box) for box in boxes]
+    return world
+
+
+def pipeline(stages: int = 2, replicas: int = 2, edge: int = 64) -> World:
+    """A fixed job: ``stages`` x ``replicas`` ranks; stage p holds ``stage{p}.weight``, all hold ``step``."""
+    arrays: dict[str, Array] = {
+        f"stage{p}.weight": random_array((edge, edge), "float32", p) for p in range(stages)
+    }
+    arrays["step"] = np.array(7, dtype=np.int64)
+    world = World(stages * replicas, arrays)
+    for rank in range(world.size):
+        fqn = f"stage{rank // replicas}.weight"
+        world.held.append([(fqn, Box.whole(arrays[fqn].shape)), ("step", Box((), ()))])
+    return world
+
+
+def replicated(size: int, arrays: Mapping[str, Array]) -> World:
+    """Data parallelism: every rank holds everything."""
+    return World(
+        size, dict(arrays), [[(f, Box.whole(a.shape)) for f, a in arrays.items()] for _ in range(size)]
+    )
+
+
+def save_id(step: int = 12, attempt: int = 0, run: str = "run", n: int = 1) -> SaveId:
+    """An identity."""
+    return SaveId(run, Generation(1, n), step, attempt, "periodic")
+
+
+def save(
+    root: Path,
+    world: World,
+    identity: SaveId,
+    *,
+    sources: Iterable[int] | None = None,
+    copies: int = 1,
+    threads: int = 1,
+) -> list[Written]:
+    """Let every source write its share, one after the other."""
+    catalogue = world.catalogue()
+    shares = plan(catalogue, frozenset(range(world.size) if sources is None else sources), copies)
+    return [
+        write_share(
+            root, identity, catalogue, shares, rank, world.state(rank), {"step": identity.step},
+            {rank: {"position": rank * 10}}, threads=threads,
+        )
+        for rank in shares.sources
+    ]  # fmt: skip
+
+
+def dtype_name(array: Array) -> str:
+    """Name in the store."""
+    return DTYPE_NAMES[array.dtype.name]
