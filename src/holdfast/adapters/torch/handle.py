@@ -185,8 +185,25 @@ class ReconfigurableGroup(dist.ProcessGroup):
                 fill,
                 on=outs[0],
             )
-        buffers = [torch.cat([t.detach().reshape(-1) for t in row]) for row in rows]
-        return self._scatter_sums("reduce_scatter", outs, buffers, _reduction(args, kwargs), fill)
+        opts = _reduction(args, kwargs)
+        parts = [[part.detach().clone() for part in row] for row in rows]
+
+        def issue(group: dist.ProcessGroup) -> InnerWork:
+            works: list[InnerWork] = []
+            for row in parts:
+                for root, part in enumerate(row):
+                    reduction = dist.ReduceOptions()
+                    reduction.reduceOp, reduction.timeout, reduction.rootRank = (
+                        opts.reduceOp,
+                        opts.timeout,
+                        root,
+                    )
+                    works.append(group.reduce([part], reduction))
+            return Several(works)
+
+        # As gloo does it, part by part; but gloo's own work cannot be waited for in slices.
+        after = lambda: local.pick(outs, parts, self.spec.rank)  # noqa: E731
+        return self._run("reduce_scatter", issue, outs, fill, on=outs[0], after=after)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self._reduce_scatter_tensors("reduce_scatter_tensor", [output], [source], opts)

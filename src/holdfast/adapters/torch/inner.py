@@ -52,9 +52,14 @@ class BuiltGroup:
     """One generation of one group. Made by :func:`build`."""
 
     def __init__(
-        self, group: dist.ProcessGroup, endpoints: Sequence[Endpoints], abortable: Sequence[Abortable]
+        self,
+        group: dist.ProcessGroup,
+        store: Store,
+        endpoints: Sequence[Endpoints],
+        abortable: Sequence[Abortable],
     ) -> None:
         self._group = group
+        self._store = store  # NCCL connects late, and C++ does not keep the Python half of a store
         self._endpoints = endpoints
         self._abortable = abortable
         self._aborts: list[Abort] | None = None
@@ -125,7 +130,7 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
     if spec.device is not None and NCCL in made:
         group.bound_device_id = spec.device
         made[NCCL].eager_connect_single_device(spec.device)
-    return BuiltGroup(group, endpoints, abortable)
+    return BuiltGroup(group, store, endpoints, abortable)
 
 
 def _gloo(spec: GroupSpec, store: Store, connect_timeout: timedelta, endpoints: list[Endpoints]) -> Backend:

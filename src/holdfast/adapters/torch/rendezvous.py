@@ -27,6 +27,7 @@ WAIT_SLICE_S = 0.25
 """Longest time that a blocking key wait ignores a fault."""
 
 _SCHEME = "env"
+_kept: list[Store] = []  # torch keeps the C++ half only; its methods end with the Python half
 
 
 class ControlClient(Protocol):
@@ -177,6 +178,7 @@ def install_rendezvous() -> None:
             yield from original(url, timeout=timeout, **kwargs)
             return
         store = ControlStore(client, f"g{client.generation}/world/")
+        _kept.append(store)
         store.set_timeout(timeout)
         yield store, client.rank, client.world_size
 
