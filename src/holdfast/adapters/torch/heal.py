@@ -1,0 +1,106 @@
+"""After an aborted step: make the wrappers forget what they were in the middle of.
+
+An exception (or a poisoned collective) in forward or backward leaves DDP's reducer waiting for gradients that will not
+come, FSDP2 with unsharded parameters and half-reduced gradients, and GradScaler in the state "already unscaled". A
+retry on top of that raises, or goes on with other weights and says nothing. :func:`heal` and :func:`heal_scaler` put
+them back as they are between two steps. They touch private attributes of torch 2.13; the tests compare the weights
+after an abort bit for bit with those of an undisturbed run.
+
+Rules for the caller:
+1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
+   reducer rebuilds its buckets, and that is a collective.
+2. A rehearsal (loopback) that ended in order is not healed in its reducer: it would forget what it rehearsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.errors import UnsupportedError
+
+
+def heal(model: nn.Module) -> None:
+    """Forget the aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
+
+    Args:
+        model: the outermost module, wrapped or not; anything else in it is left alone.
+
+    Raises:
+        UnsupportedError: this torch keeps FSDP2's state in another way than the one known here.
+    """
+    for ddp in _ddp_modules(model):
+        if not fabric().looped:
+            ddp.reducer._reset_state()
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        try:
+            _heal_sharded(sharded)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"FSDP2 of torch {torch.__version__} cannot be healed after an abort: {error}",
+                hint="use torch 2.13, or restart the job after a fault instead of retrying in place",
+            ) from error
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def heal_scaler(scaler: torch.amp.GradScaler) -> None:
+    """Forget that gradients of the aborted step were unscaled: else the retry steps with scaled ones."""
+    scaler._per_optimizer_states.clear()
+
+
+def rehearsals_needed(model: nn.Module) -> bool:
+    """True while a DDP module in ``model`` has yet to rebuild its buckets.
+
+    DDP sets the layout of its buckets after the first backward passes (two, with ``static_graph`` three); the layout
+    decides the order of gloo's sums. A process that starts anew in a job that has trained already rehearses forward
+    and backward in loopback until this is False, else its sums differ from those of the undisturbed run.
+    """
+    return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in _ddp_modules(model))
+
+
+def _ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    return (module for module in model.modules() if isinstance(module, DistributedDataParallel))
+
+
+def _will_rebuild(ddp: DistributedDataParallel) -> bool:
+    return ddp.static_graph or not ddp.find_unused_parameters
+
+
+def _heal_sharded(modules: list[FSDPModule]) -> None:
+    """Each module as after a backward that ended, then sharded again; then what the modules of one root share."""
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    for module, state in zip(modules, states, strict=True):
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        for group in state._fsdp_param_groups:
+            _heal_param_group(group)
+        module.reshard()
+    for state in states:
+        state._comm_ctx.post_forward_order.clear()
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.reduce_scatter_states.clear()
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._state_ctx.iter_forward_root = None
+
+
+def _heal_param_group(group: Any) -> None:
+    group._training_state = TrainingState.IDLE
+    group._all_gather_result = None
+    group._post_forward_indices.clear()
+    group._partial_reduce_output = None
+    group._post_reduce_event = None
+    group._reshard_after_forward_event = None
+    group._all_reduce_state = None
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # exists after the first unshard
+            parameter._unsharded_param.grad = None
