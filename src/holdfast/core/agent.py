@@ -1,0 +1,322 @@
+"""One node: its workers, its lines to controller, launcher and command line.
+
+Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, passes
+messages through, and remembers. Its memory is what makes everyone else replaceable: the last word of each
+kind of each worker of the newest generation, and what could not be delivered. A new controller gets all of it
+after the hello, and then a beat that closes the list. When the controller is gone the agent orders a new one;
+when the launcher is gone it asks for a graceful exit, because nobody watches the run any more.
+
+Invariants:
+1. A member is started at most once, and never after its kill or its exit.
+2. What a worker said last of each kind reaches every controller; requests and faults are kept until one has
+   them.
+3. After EndRun the agent ends when its last worker is gone, never before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from holdfast.core.config import AgentConfig
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.membership import is_stale
+from holdfast.core.messages import (
+    Ack,
+    AgentBeat,
+    AgentHello,
+    CancelTimer,
+    Command,
+    ControllerGone,
+    ControllerHere,
+    EndRun,
+    ExitAgreed,
+    ExitAsked,
+    ExitRun,
+    FaultSeen,
+    Finish,
+    Finished,
+    KillMember,
+    LauncherGone,
+    LayoutPublished,
+    MemberExited,
+    MemberSeen,
+    MemberStarted,
+    Message,
+    RankState,
+    Record,
+    RestartController,
+    SaveReported,
+    Send,
+    SessionOpened,
+    SetTimer,
+    Settled,
+    StartMembers,
+    StepReached,
+    StopRun,
+    Tick,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.exits import Exit
+
+REMEMBERED = (
+    WorkerHello,
+    SessionOpened,
+    LayoutPublished,
+    WorkerFailed,
+    StepReached,
+    Settled,
+    SaveReported,
+    Finished,
+    MemberExited,
+)
+"""Kinds of which the last word of each member is repeated to a new controller, in this order."""
+UPWARD = (*REMEMBERED, FaultSeen, ExitAsked, ExitAgreed)
+"""What a worker says; everything else that names a member is said to it."""
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    """One worker of this node."""
+
+    member_id: MemberId
+    generation: Generation
+    rank: int
+    pid: int = 0
+    alive: bool = True
+    doomed: bool = False  # its death was ordered
+    state: RankState = "starting"
+    step: int = 0
+    words: dict[str, Message] = {}  # last word of each remembered kind
+
+
+class Agent:
+    """Decides for one node. The shell executes ``Send(to="shell")`` and reports what came of it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.node_id = NodeId(config.node_id)
+        self.workers: dict[MemberId, Worker] = {}
+        self.generation = NO_GENERATION
+        self.connected = False
+        self.ending: EndRun | None = None
+        self.ended = False
+        self._started: set[MemberId] = set()
+        self._restarts = 0
+        self._pending: deque[Message] = deque()
+        self._out: list[Command] = []
+
+    def start(self, now: float) -> list[Command]:
+        """The first commands, before any event."""
+        self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
+        return self._take()
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        """Answer one event."""
+        match event:
+            case ControllerHere():
+                self._hello()
+            case ControllerGone():
+                self._controller_gone()
+            case LauncherGone():
+                self._ask(ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
+            case ExitRun() | StopRun():
+                self._out.append(Send(to="launcher", message=self._answer(event)))
+                self._ask(event)
+            case Tick():
+                if event.name == "beat":
+                    self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
+                    if self.connected:
+                        self._tell(AgentBeat(node_id=self.node_id))
+            case StartMembers():
+                self._start_members(event)
+            case KillMember():
+                self._kill(event)
+            case EndRun():
+                self._end(event)
+            case MemberStarted():
+                self._member_started(event)
+            case MemberExited():
+                self._member_exited(event)
+            case _:
+                self._pass_on(event)
+        return self._take()
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
+        assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
+
+    def snapshot(self) -> dict[str, object]:
+        """Plain data, for reports and the simulator."""
+        return {
+            "node": str(self.node_id),
+            "living": sorted(w.member_id for w in self.workers.values() if w.alive),
+            "connected": self.connected,
+            "ended": self.ended,
+        }
+
+    # ---------------------------------------------------------------- controller
+
+    def _hello(self) -> None:
+        self.connected = True
+        self._restarts = 0
+        living = [w for _, w in sorted(self.workers.items()) if w.alive]
+        seen = tuple(MemberSeen(w.member_id, w.generation, w.rank, w.pid, w.state, w.step) for w in living)
+        hello = AgentHello(node_id=self.node_id, slots=self.config.slots, pid=self.config.pid, members=seen)
+        self._tell(hello)
+        for kind in REMEMBERED:
+            for _, worker in sorted(self.workers.items()):
+                word = worker.words.get(kind.__name__)
+                if word is not None:
+                    self._tell(word)
+        while self._pending:
+            self._tell(self._pending.popleft())
+        self._tell(AgentBeat(node_id=self.node_id))
+
+    def _controller_gone(self) -> None:
+        self.connected = False
+        if self.ending is not None or self.ended:
+            return
+        self._restarts += 1
+        if self._restarts > self.config.restarts_max:
+            reason = f"the controller died {self._restarts} times without saying a word"
+            self._end(EndRun(code=int(Exit.INTERNAL), reason=reason))
+            return
+        self._record("controller_lost", restarts=self._restarts)
+        self._out.append(RestartController())
+
+    def _answer(self, request: ExitRun | StopRun) -> Ack:
+        if self.ending is not None:
+            return Ack(ok=False, detail=f"the run is ending: {self.ending.reason}")
+        if isinstance(request, StopRun):
+            return Ack(ok=True, detail="stopping at once")
+        what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
+        return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
+
+    def _ask(self, request: ExitRun | StopRun) -> None:
+        """Pass a request on, now or when there is a controller. A stop does not wait for one."""
+        if self.ending is not None:
+            return
+        if self.connected:
+            self._tell(request)
+        elif isinstance(request, StopRun):
+            self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
+        else:
+            self._keep(request)
+
+    def _tell(self, message: Message) -> None:
+        self._out.append(Send(to="controller", message=message))
+
+    def _keep(self, message: Message) -> None:
+        if len(self._pending) >= self.config.pending_max:
+            self._pending.popleft()
+            self._record("dropped", what=type(message).__name__)
+        self._pending.append(message)
+
+    # ---------------------------------------------------------------- workers
+
+    def _pass_on(self, event: Message) -> None:
+        """A message of a worker goes up, one of the controller goes down to the worker that it names."""
+        member_id = getattr(event, "member_id", None)
+        if member_id is None:
+            return
+        if not isinstance(event, UPWARD):
+            self._out.append(Send(to=f"member:{member_id}", message=event))
+            return
+        worker = self.workers.get(member_id)
+        if isinstance(event, WorkerHello):
+            worker = self._worker_hello(event)
+        if worker is not None:
+            self._note(worker, event)
+        if self.connected:
+            self._tell(event)
+        elif worker is None or not isinstance(event, REMEMBERED):
+            self._keep(event)
+
+    def _worker_hello(self, event: WorkerHello) -> Worker:
+        worker = self.workers.get(event.member_id)
+        if worker is None:
+            worker = self.workers[event.member_id] = Worker(
+                member_id=event.member_id, generation=event.generation, rank=event.rank
+            )
+            self._started.add(event.member_id)
+            self.generation = max(self.generation, event.generation)
+        worker.pid, worker.generation = event.pid, event.generation
+        worker.state, worker.step = event.state, event.step
+        return worker
+
+    def _note(self, worker: Worker, event: Message) -> None:
+        if isinstance(event, REMEMBERED):
+            worker.words = {**worker.words, type(event).__name__: event}
+        if isinstance(event, Settled):
+            worker.state, worker.step = event.state, event.step
+        elif isinstance(event, SessionOpened | StepReached):
+            worker.state, worker.step = "ready", event.step
+
+    def _start_members(self, order: StartMembers) -> None:
+        if self.ending is not None or is_stale(order.generation, self.generation):
+            return
+        if order.generation > self.generation:
+            self.generation = order.generation
+            self.workers = {m: w for m, w in self.workers.items() if w.alive}
+        fresh = tuple(a for a in order.members if a.member_id not in self._started)
+        for seat in fresh:
+            self._started.add(seat.member_id)
+            self.workers[seat.member_id] = Worker(
+                member_id=seat.member_id, generation=order.generation, rank=seat.rank
+            )
+        if fresh:
+            self._out.append(Send(to="shell", message=msgspec.structs.replace(order, members=fresh)))
+
+    def _member_started(self, event: MemberStarted) -> None:
+        worker = self.workers.get(event.member_id)
+        if worker is not None:
+            worker.pid = event.pid
+        if worker is not None and worker.doomed:
+            self._kill_now(worker, "its death was ordered before it existed", 0.0)
+        if self.connected:
+            self._tell(event)
+
+    def _member_exited(self, event: MemberExited) -> None:
+        worker = self.workers.get(event.member_id)
+        if worker is not None:
+            worker.alive = False
+            worker.words = {**worker.words, MemberExited.__name__: event}
+        if self.connected:
+            self._tell(event)
+        self._finish_if_empty()
+
+    def _kill(self, order: KillMember) -> None:
+        worker = self.workers.get(order.member_id)
+        if worker is not None and worker.alive:
+            self._kill_now(worker, order.reason, order.grace_s)
+
+    def _kill_now(self, worker: Worker, reason: str, grace_s: float) -> None:
+        worker.doomed = True
+        kill = KillMember(member_id=worker.member_id, node_id=self.node_id, reason=reason, grace_s=grace_s)
+        self._out.append(Send(to="shell", message=kill))
+
+    def _end(self, order: EndRun) -> None:
+        if self.ending is not None:
+            return
+        self.ending = order
+        self._out.append(CancelTimer(name="beat"))
+        for _, worker in sorted(self.workers.items()):
+            if worker.alive:
+                self._kill_now(worker, order.reason, 0.0)
+        self._finish_if_empty()
+
+    def _finish_if_empty(self) -> None:
+        if self.ending is None or self.ended or any(w.alive for w in self.workers.values()):
+            return
+        self.ended = True
+        self._out.append(Finish(code=self.ending.code, reason=self.ending.reason))
+
+    def _record(self, kind: str, /, **data: str | int) -> None:
+        self._out.append(Record(kind=kind, data={**data, "node": str(self.node_id)}))
+
+    def _take(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out
