@@ -82,7 +82,7 @@ class Worker(msgspec.Struct, kw_only=True):
 
     member_id: MemberId
     generation: Generation
-    rank: int
+    rank: int  # -1: adopted from a dead agent, has not said hello yet
     pid: int = 0
     alive: bool = True
     doomed: bool = False  # its death was ordered
@@ -236,14 +236,9 @@ class Agent:
             self._keep(event)
 
     def _worker_hello(self, event: WorkerHello) -> Worker:
-        worker = self.workers.get(event.member_id)
-        if worker is None:
-            worker = self.workers[event.member_id] = Worker(
-                member_id=event.member_id, generation=event.generation, rank=event.rank
-            )
-            self._started.add(event.member_id)
-            self.generation = max(self.generation, event.generation)
-        worker.pid, worker.generation = event.pid, event.generation
+        worker = self._known(event.member_id)
+        self.generation = max(self.generation, event.generation)
+        worker.pid, worker.generation, worker.rank = event.pid, event.generation, event.rank
         worker.state, worker.step = event.state, event.step
         return worker
 
@@ -270,20 +265,26 @@ class Agent:
         if fresh:
             self._out.append(Send(to="shell", message=msgspec.structs.replace(order, members=fresh)))
 
+    def _known(self, member_id: MemberId) -> Worker:
+        """The worker; a process that a dead agent left is adopted."""
+        worker = self.workers.get(member_id)
+        if worker is None:
+            worker = self.workers[member_id] = Worker(member_id=member_id, generation=NO_GENERATION, rank=-1)
+            self._started.add(member_id)
+        return worker
+
     def _member_started(self, event: MemberStarted) -> None:
-        worker = self.workers.get(event.member_id)
-        if worker is not None:
-            worker.pid = event.pid
-        if worker is not None and worker.doomed:
+        worker = self._known(event.member_id)
+        worker.pid = event.pid
+        if worker.doomed:
             self._kill_now(worker, "its death was ordered before it existed", 0.0)
         if self.connected:
             self._tell(event)
 
     def _member_exited(self, event: MemberExited) -> None:
-        worker = self.workers.get(event.member_id)
-        if worker is not None:
-            worker.alive = False
-            worker.words = {**worker.words, MemberExited.__name__: event}
+        worker = self._known(event.member_id)
+        worker.alive = False
+        worker.words = {**worker.words, MemberExited.__name__: event}
         if self.connected:
             self._tell(event)
         self._finish_if_empty()

@@ -67,9 +67,9 @@ class Fleet:
         for member in job.roster.on_node(event.node_id):
             if member.member_id in seen:
                 here = seen[member.member_id]
-                member.started = True
-                member.said_hello = member.said_hello or here.state != "starting"
-                member.pid, member.state, member.step = here.pid, here.state, here.step
+                member.started, member.pid = True, here.pid
+                if here.state != "starting":
+                    member.said_hello, member.state, member.step = True, here.state, here.step
         for member_id in sorted(seen):
             if job.roster.get(member_id) is None and not job.config.library:
                 reason = "a process of an older generation"
