@@ -36,6 +36,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.page import Phase, Word
 from holdfast.core.step import StepMachine
+from holdfast.core.vote import Tally
 from holdfast.errors import GroupError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
@@ -237,6 +238,29 @@ class Rank:
         if begun:
             self._block_started_ns = time.monotonic_ns()
         return begun
+
+    def enter_vote(self) -> bool:
+        """COMPUTE -> VOTING; False when the step was aborted meanwhile."""
+        with self.changed:
+            return self.machine.enter_vote()
+
+    def voted(self, tally: Tally) -> RankState:
+        """The vote has completed here."""
+        with self.changed:
+            state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
+        if not tally.passed:
+            self.fault_seen(f"step {self.step}: {tally.reason}")
+        return state
+
+    def vote_broken(self) -> RankState:
+        """The vote did not complete here."""
+        with self.changed:
+            return self.machine.vote_broken()
+
+    def fail(self) -> RankState:
+        """The block was left by an exception."""
+        with self.changed:
+            return self.machine.fail()
 
     def commit(self, payload: bytes | None) -> None:
         """UPDATING(s) -> READY(s+1), with rank-local values of s+1 on the page first."""

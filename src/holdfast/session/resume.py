@@ -1,0 +1,189 @@
+"""Which checkpoint a session starts from: all ranks agree on one, or none of them starts.
+
+Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one; a
+sum over the ranks says whether all could. If not, the next older one follows. Each candidate that was rejected is logged
+with its reason. An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an
+error, because somebody saved there and expects to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.adapters.base import Adapter
+from holdfast.errors import (
+    CheckpointInvalid,
+    CheckpointMismatch,
+    HoldfastError,
+    InternalError,
+    NothingToResume,
+    UsageError,
+)
+from holdfast.runtime.client import Client
+from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, load_values
+from holdfast.store.root import Root, resolve
+
+log = logging.getLogger("holdfast")
+
+KEY_TIMEOUT_S = 600.0
+
+
+class Resumed(NamedTuple):
+    """What was loaded: ``session`` are the session's own values, ``local`` this rank's."""
+
+    path: Path
+    step: int
+    session: Mapping[str, Any]
+    local: Mapping[str, Any]
+
+
+class Candidates(NamedTuple):
+    """Paths to try, newest first, and why others are not among them."""
+
+    paths: tuple[Path, ...]
+    rejected: tuple[str, ...]
+
+
+def candidates(resume: str, root: Path | None, client: Client | None, run: str, restarted: bool) -> Candidates:
+    """Where this job may start from; called on rank 0.
+
+    Args:
+        resume: ``auto``, ``never``, a checkpoint, a root, or ROOT@STEP.
+        root: of this session.
+        client: names the save to try first after a fault.
+        run: id of this run: a restart within it goes on with its own saves, whatever ``resume`` says.
+        restarted: this process replaces one that was lost.
+
+    Raises:
+        UsageError, NothingToResume: see ``store.root.resolve``.
+    """
+    own: tuple[Path, ...] = ()
+    if restarted and root is not None:
+        first = "" if client is None else client.resume
+        names = [name for name in Root(root).names(run) if name != first]
+        own = tuple(root / name for name in ([first] if first else []) + names)
+    if resume == "never":
+        return Candidates(own, ())
+    if resume != "auto":
+        return Candidates((*own, resolve(resume)), ())
+    if root is None:
+        return Candidates((), ())
+    first = "" if client is None else client.resume
+    found = Root(root).list()
+    paths = [Path(v.path) for v in found if v.valid]
+    rejected = tuple(f"{Path(v.path).name}: {v.reason}" for v in found if not v.valid)
+    if first and root / first in paths:
+        paths.remove(root / first)
+        paths.insert(0, root / first)
+    return Candidates(tuple(paths), rejected)
+
+
+class Resume:
+    """One search for a checkpoint.
+
+    Args:
+        adapter: the framework.
+        client: to tell the other ranks the list; None in a single process.
+        agree: sums one number over the ranks.
+    """
+
+    def __init__(self, adapter: Adapter, client: Client | None, agree: Callable[[int], int]) -> None:
+        self._adapter = adapter
+        self._client = client
+        self._agree = agree
+
+    def run(self, look: Callable[[], Candidates], root: Path | None) -> Resumed | None:
+        """The loaded checkpoint, or None for a fresh start.
+
+        Raises:
+            NothingToResume: there were candidates and none could be loaded by all ranks.
+            UsageError: what the user named does not exist.
+            CheckpointMismatch: the newest valid checkpoint belongs to another model.
+        """
+        found = self._share(look)
+        reasons = list(found.rejected)
+        for reason in reasons:
+            log.warning("holdfast: rejected checkpoint %s", reason)
+        for path in found.paths:
+            loaded, reason, fatal = self._try(path)
+            if self._agree(int(loaded is not None)) == self._adapter.world_size:
+                return loaded
+            if fatal is not None:
+                raise fatal
+            reason = reason or "another rank could not load it"
+            log.warning("holdfast: rejected checkpoint %s: %s", path.name, reason)
+            reasons.append(f"{path.name}: {reason}")
+        if reasons:
+            listing = "".join(f"\n  {reason}" for reason in reasons)
+            raise NothingToResume(
+                f"no valid checkpoint in {root or 'the place named by resume='}; rejected:{listing}",
+                hint="repair or remove these, or start anew on purpose with resume='never'",
+            )
+        return None
+
+    def _share(self, look: Callable[[], Candidates]) -> Candidates:
+        """Rank 0 looks, all get the same list."""
+        if self._adapter.world_size == 1:
+            return look()
+        if self._client is None:
+            raise InternalError("several ranks without a control plane")
+        key = (f"holdfast/resume/{self._client.generation}",)
+        if self._adapter.rank == 0:
+            try:
+                found = look()
+                message: dict[str, Any] = {"paths": [str(p) for p in found.paths], "rejected": found.rejected}
+            except HoldfastError as error:
+                self._client.kv("set", key, json.dumps({"error": error.message}).encode())
+                raise
+            self._client.kv("set", key, json.dumps(message).encode())
+            return found
+        self._client.kv("wait", key, timeout_s=KEY_TIMEOUT_S)
+        reply = self._client.kv("get", key, timeout_s=KEY_TIMEOUT_S)
+        if not reply.ok or reply.error:
+            raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
+        told = json.loads(reply.value)
+        if "error" in told:
+            raise UsageError(f"rank 0: {told['error']}")
+        return Candidates(tuple(Path(p) for p in told["paths"]), tuple(told["rejected"]))
+
+    def _try(self, path: Path) -> tuple[Resumed | None, str, HoldfastError | None]:
+        """Load and verify one candidate on this rank."""
+        try:
+            return load_state(self._adapter, path), "", None
+        except CheckpointMismatch as error:
+            return None, error.message, error  # an older one would not fit either
+        except CheckpointInvalid as error:
+            return None, error.message, None
+
+
+def load_state(adapter: Adapter, path: Path) -> Resumed:
+    """Load everything of one checkpoint into this rank.
+
+    Raises:
+        CheckpointInvalid: damaged; parameters may hold garbage now.
+        CheckpointMismatch: of another model.
+    """
+    catalogue = load_catalogue(path)
+    values = load_values(path)
+    for key in ("session", "optimizers", "schedulers", "state"):
+        if not isinstance(values.get(key), dict):
+            raise CheckpointMismatch(
+                f"{path} was not written by a session: it has no {key}",
+                hint="holdfast.load(path, model) reads weights alone",
+            )
+    restore = adapter.restore(catalogue, values)
+    targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+    wanted = {target.fqn for target in targets}
+    own = ("optimizer.", "scheduler.", "scaler.", "state.")
+    known = [t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(own)]
+    report = load_into(path, targets, known=known)
+    for healed in report.healed:
+        log.warning("holdfast: %s (another copy was used)", healed)
+    restore.finish()
+    session = values["session"]
+    assert isinstance(session, dict)
+    return Resumed(path, report.step, session, load_locals(path, adapter.rank))

@@ -1,0 +1,275 @@
+"""Saving: periodic and asked-for checkpoints beside the training, last-gasp checkpoints from the decision.
+
+Theory. Who writes what follows from the layouts of all ranks alone, so a save needs no communication: each rank writes
+its share, and whoever sees all shares seals. A periodic save copies the share and returns; exit, final and last-gasp
+saves are written from the state itself, which cannot change meanwhile. The last-gasp runs in the client's task thread:
+the main thread may be anywhere, but it cannot pass the step boundary, and what an aborted block changed is read from
+the copies made when it began.
+
+Invariants:
+1. A save id is the same on all ranks: (run, generation, step, attempt) and the kind come from the vote or the order.
+2. Every accepted save ends in one ``SaveReported``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.ids import SaveId
+from holdfast.core.messages import SaveReported, Settle
+from holdfast.core.page import Phase
+from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
+from holdfast.session.rank import Rank
+from holdfast.store.background import BackgroundSaver
+from holdfast.store.complete import complete_layouts
+from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.plan import Plan, plan
+from holdfast.store.root import Root
+from holdfast.store.validity import inspect
+from holdfast.store.values import decode_values
+from holdfast.store.writer import Written, write_share
+
+log = logging.getLogger("holdfast")
+
+CATALOGUE_TIMEOUT_S = 60.0
+SEAL_TIMEOUT_S = 60.0
+BLOCK_TIMEOUT_S = 60.0
+SEAL_POLL_S = 0.02
+
+Values = Callable[[Collected], dict[str, object]]
+Locals = Callable[[], dict[str, object]]
+
+
+class Saver:
+    """All saves of one session.
+
+    Args:
+        rank, adapter: of the session.
+        root: where checkpoints go, or None.
+        run: first part of every save id.
+        keep: valid checkpoints that pruning leaves.
+        values: plain values common to all ranks, given the collected state.
+        locals_: plain values of this rank alone, of the last committed step.
+    """
+
+    def __init__(
+        self, rank: Rank, adapter: Adapter, root: Path | None, run: str, keep: int, values: Values, locals_: Locals
+    ) -> None:
+        self.root = root
+        self.saved_step = -1
+        self._rank = rank
+        self._adapter = adapter
+        self._run = run
+        self._keep = keep
+        self._values = values
+        self._locals = locals_
+        self._version = 0
+        self._published = b""
+        self._size = -1
+        self._stalls: dict[SaveId, float] = {}
+        self._attempts: dict[int, int] = {}
+        self._planned: tuple[int, Catalogue, Plan] | None = None
+        self._background = BackgroundSaver(self._done)
+
+    def start(self) -> None:
+        """Begin: the writer thread, the first layout."""
+        if self.root is not None:
+            self._background.__enter__()
+        self.publish()
+
+    def close(self) -> None:
+        """Finish the save in flight."""
+        self._background.close()
+
+    # ------------------------------------------------------------------ layouts
+
+    def publish(self, collected: Collected | None = None) -> None:
+        """Tell all what this rank holds, when that has changed."""
+        if collected is None:
+            if self._adapter.state_size() == self._size:
+                return
+            collected = self._adapter.collect()
+        self._size = self._adapter.state_size()
+        layout = collected.layout(self._adapter.rank, self._adapter.world_size).to_json()
+        if layout != self._published:
+            self._version += 1
+            self._published = layout
+            self._planned = None
+            self._rank.publish(self._version, layout)
+
+    def _plan(self) -> tuple[Catalogue, Plan]:
+        """Catalogue and plan over all ranks. Raises: StateError when the layouts of the others did not come."""
+        if self._planned is not None and self._planned[0] == self._version:
+            return self._planned[1:]
+        if self._rank.client is None:
+            layouts = {self._adapter.rank: self._published}
+        else:
+            found = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
+            if found is None:
+                raise StateError(f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s")
+            layouts = {int(rank): data for rank, data in found.items()}
+        catalogue = Catalogue.from_encoded(layouts)
+        made = plan(catalogue, frozenset(range(self._adapter.world_size)))
+        self._planned = (self._version, catalogue, made)
+        return catalogue, made
+
+    # ------------------------------------------------------------------ saves of a running job
+
+    def save(self, kind: str, *, wait: bool) -> bool:
+        """Save the state now, at READY. With ``wait`` it is written when this returns; True = it is sealed.
+
+        Raises:
+            StoreWriteError: with ``wait``: it could not be written.
+        """
+        if self.root is None:
+            return False
+        step = self._rank.step
+        attempt = self._attempts.get(step, 0)
+        self._attempts[step] = attempt + 1
+        save_id = SaveId(self._run, self._rank.machine.generation, step, attempt, kind)
+        self._rank.enter(Phase.SAVE)
+        try:
+            return self._save(save_id, self.root, wait)
+        except HoldfastError as error:
+            if self._rank.fenced:
+                return False  # the others are gone: the decision that follows saves this step
+            self._report(save_id, error)
+            if wait:
+                raise
+            return False
+        finally:
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+
+    def _save(self, save_id: SaveId, root: Path, wait: bool) -> bool:
+        collected = self._adapter.collect()
+        self.publish(collected)
+        catalogue, made = self._plan()
+        rank = self._adapter.rank
+        values, own = self._values(collected), {rank: self._locals()}
+        if not wait:
+            staged = self._background.save(root, save_id, catalogue, made, rank, collected, values, own)
+            self._stalls[save_id] = staged.stall_s + staged.waited_s
+            self.saved_step = save_id.step
+            return False
+        self._background.wait()
+        started_s = time.perf_counter()
+        written = write_share(root, save_id, catalogue, made, rank, collected, values, own)
+        self._stalls[save_id] = time.perf_counter() - started_s
+        self._done(save_id, written)
+        self.saved_step = save_id.step
+        return written.sealed or self._await_seal(root / save_id.directory())
+
+    def _await_seal(self, path: Path) -> bool:
+        """The other ranks are writing their shares."""
+        deadline_s = time.monotonic() + SEAL_TIMEOUT_S
+        while time.monotonic() < deadline_s and not self._rank.fenced:
+            if (path / "SEALED").exists() and inspect(path).valid:
+                return True
+            time.sleep(SEAL_POLL_S)
+        return False
+
+    def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
+        """A share is written, or not; in the writer thread for a save in the background."""
+        self._report(save_id, result)
+        if isinstance(result, Written) and result.sealed and self.root is not None:
+            log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
+            try:
+                Root(self.root).prune(self._keep)
+            except HoldfastError as error:
+                log.warning("holdfast: old checkpoints stay: %s", error.message)
+
+    def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
+        failed = isinstance(result, HoldfastError)
+        if isinstance(result, HoldfastError):
+            log.error("holdfast: step %d was not saved: %s", save_id.step, result)
+        client = self._rank.client
+        if client is None:
+            return
+        client.send(
+            SaveReported(
+                member_id=client.member_id,
+                generation=self._rank.machine.fenced or self._rank.machine.generation,
+                save_id=save_id,
+                sealed=not failed and result.sealed,  # type: ignore[union-attr]
+                size_bytes=0 if failed else result.size_bytes,  # type: ignore[union-attr]
+                duration_s=0.0 if failed else result.duration_s,  # type: ignore[union-attr]
+                stall_s=self._stalls.pop(save_id, 0.0),
+                error=str(result)[:1000] if failed else "",
+            )
+        )
+
+    # ------------------------------------------------------------------ last-gasp
+
+    def on_settle(self, settle: Settle) -> None:
+        """In the client thread: start the save that the decision orders, if this rank is a source."""
+        client = self._rank.client
+        if settle.save is not None and client is not None and self._adapter.rank in settle.save.sources:
+            client.run_task("last-gasp", lambda: self._last_gasp(settle))
+
+    def _last_gasp(self, settle: Settle) -> None:
+        order = settle.save
+        assert order is not None
+        try:
+            frozen = self._await_boundary(settle)
+            written = self._gasp(Path(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen)
+        except HoldfastError as error:
+            self._report(order.save_id, error)
+        except Exception as error:
+            failed = InternalError(f"the last-gasp failed: {type(error).__name__}: {error}")
+            log.exception("holdfast: last-gasp")
+            self._report(order.save_id, failed)
+        else:
+            self._report(order.save_id, written)
+
+    def _await_boundary(self, settle: Settle) -> bool:
+        """Wait until this rank stands at the decided step; True when that is the start of an aborted block."""
+        rank = self._rank
+        deadline_s = time.monotonic() + BLOCK_TIMEOUT_S
+        with rank.changed:
+            while not (rank.state in ("ready", "aborted", "finished") and rank.step == settle.step):
+                if rank.state == "torn" or rank.machine.fenced != settle.generation:
+                    raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
+                if time.monotonic() > deadline_s:
+                    raise StateError(f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s")
+                rank.changed.wait(0.5)
+            return rank.state == "aborted"
+
+    def _gasp(
+        self,
+        root: Path,
+        save_id: SaveId,
+        sources: tuple[int, ...],
+        layouts: Mapping[str, bytes],
+        dead_locals: Mapping[str, bytes],
+        frozen: bool,
+    ) -> Written:
+        rank = self._adapter.rank
+        collected = self._adapter.collect(frozen=frozen)
+        known = {int(r): RankLayout.from_json(data) for r, data in layouts.items()}
+        known[rank] = collected.layout(rank, self._adapter.world_size)
+        catalogue = Catalogue.from_layouts(complete_layouts(known))
+        made = plan(catalogue, frozenset(sources))
+        own: dict[int, Any] = {
+            int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data
+        }
+        own[rank] = self._locals()
+        return write_share(root, save_id, catalogue, made, rank, collected, self._values(collected), own)
+
+    def rescue(self, frozen: bool) -> None:
+        """A process without a launcher is about to end by an exception: keep its last committed step."""
+        if self.root is None or self._rank.step == self.saved_step or self._rank.client is not None:
+            return
+        save_id = SaveId(self._run, self._rank.machine.generation, self._rank.step, 1, "last-gasp")
+        try:
+            layout = {str(self._adapter.rank): self._published}
+            written = self._gasp(self.root, save_id, (self._adapter.rank,), layout, {}, frozen)
+        except (StateError, StoreWriteError) as error:
+            log.error("holdfast: step %d was not saved: %s", save_id.step, error)
+        else:
+            self._done(save_id, written)

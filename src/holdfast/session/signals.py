@@ -1,0 +1,139 @@
+"""Asked to leave: signals that work while the main thread sits in C++, and a file that a user can write.
+
+Theory. A Python signal handler runs in the main thread between bytecodes, so not while that thread waits inside a
+collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once; a
+thread reads it there. Handlers and the descriptor that were installed before are called and restored.
+
+The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, size, content) counts once, and a
+version that was there before the session began does not count: a file left over must not stop the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("holdfast")
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+FILE_INTERVAL_S = 0.5
+FILE_SIZE_BYTES_MAX = 64 * 1024
+
+
+class ExitWatch:
+    """Calls ``ask(source)`` when this process is asked to leave; a context manager.
+
+    Args:
+        ask: called from the watching thread.
+        exit_file: a file to look at, or None.
+        grace_s: after a request the process may stay this long; then ``give_up`` is called. None: for ever.
+        give_up: ends the process.
+    """
+
+    def __init__(
+        self, ask: Callable[[str], None], exit_file: Path | None, grace_s: float | None, give_up: Callable[[], None]
+    ) -> None:
+        self._ask = ask
+        self._file = exit_file
+        self._grace_s = grace_s
+        self._give_up = give_up
+        self._deadline_s: float | None = None
+        self._seen = self._version()
+        self._before: dict[signal.Signals, Any] = {}
+        self._before_fd = -1
+        self._read, self._write = -1, -1
+        self._thread = threading.Thread(target=self._watch, name="holdfast-exit", daemon=True)
+        self._ending = False
+        self._quit_read, self._quit_write = -1, -1
+
+    def start(self) -> None:
+        """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread."""
+        self._quit_read, self._quit_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+            self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Restore what was there before."""
+        if self._quit_write < 0 or self._ending:
+            return
+        self._ending = True
+        os.write(self._quit_write, b"x")
+        self._thread.join()
+        if self._write >= 0:
+            signal.set_wakeup_fd(self._before_fd)
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+        for fd in (self._read, self._write, self._quit_read, self._quit_write):
+            if fd >= 0:
+                os.close(fd)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """In the main thread, whenever it gets there: only the handler that was installed before us."""
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
+
+    def _watch(self) -> None:
+        descriptors = [fd for fd in (self._quit_read, self._read) if fd >= 0]
+        while True:
+            timeout_s = FILE_INTERVAL_S if self._file is not None or self._deadline_s is not None else None
+            ready, _, _ = select.select(descriptors, [], [], timeout_s)
+            if self._quit_read in ready:
+                return
+            if self._read in ready:
+                self._signals(os.read(self._read, 4096))
+            if self._file is not None:
+                self._look()
+            if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                self._give_up()
+
+    def _signals(self, numbers: bytes) -> None:
+        if self._before_fd >= 0:
+            os.write(self._before_fd, numbers)
+        for number in SIGNALS:
+            if int(number) in numbers:
+                self._asked(number.name)
+
+    def _asked(self, source: str) -> None:
+        if self._grace_s is not None and self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._grace_s
+        self._ask(source)
+
+    def _look(self) -> None:
+        version = self._version()
+        if version == self._seen:
+            return
+        self._seen = version
+        if version is None:
+            return
+        try:
+            asked = json.loads(version[2])
+        except ValueError:
+            log.warning("holdfast: the exit file %s is not JSON; expected {\"GracefulExit\": 1}", self._file)
+            return
+        if isinstance(asked, dict) and asked.get("GracefulExit") == 1:
+            self._asked(f"file {self._file}")
+
+    def _version(self) -> tuple[int, int, bytes] | None:
+        """Time, size and content of the exit file; None when there is none."""
+        if self._file is None:
+            return None
+        try:
+            info = self._file.stat()
+            with self._file.open("rb") as file:
+                return info.st_mtime_ns, info.st_size, file.read(FILE_SIZE_BYTES_MAX)
+        except OSError:
+            return None

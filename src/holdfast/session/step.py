@@ -1,0 +1,290 @@
+"""``with step``: one block of user code as one step of the job.
+
+Theory. The block computes gradients; the hooked ``optimizer.step()`` votes before it lets a weight change. A block that
+may not count (a lost peer, a refused vote, a rehearsal) is left by :class:`StepAborted`, which ``__exit__`` swallows:
+the state is put back and the same batch comes again. Any exception while the process is poisoned or fenced is the
+fault's doing, never taken for a bug of the user; any other exception goes up as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from holdfast.adapters.base import Adapter, Hooks
+from holdfast.core.page import Phase
+from holdfast.core.vote import Ballot, Tally
+from holdfast.errors import GroupError, PeerLost, StepError
+from holdfast.session.rank import Rank
+
+_ABORTS = ("StepAborted", "GroupAborted")
+
+
+class StepAborted(BaseException):
+    """Leaves the block of a step that will run again. ``with step`` swallows it.
+
+    Not an ``Exception``: user code that catches broadly must not take it for its own.
+    """
+
+
+class Owner(Protocol):
+    """What a block needs from its session."""
+
+    def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
+        """What this rank says in the vote."""
+
+    def before_ready(self) -> bytes | None:
+        """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
+
+    def after_ready(self, step: Step, tally: Tally) -> None:
+        """The step is committed: save, leave."""
+
+
+class Step:
+    """One step, made by ``Session.steps``. ``with step as batch:`` runs it.
+
+    Attributes:
+        number: updates done before it.
+        committed: True after the block, when its update counts for the whole job.
+        epoch: pass over the loader that the batch belongs to.
+        last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
+    """
+
+    def __init__(self, blocks: Blocks, number: int, batch: Any, epoch: int, last_in_epoch: bool) -> None:
+        self.number = number
+        self.committed = False
+        self.epoch = epoch
+        self.last_in_epoch = last_in_epoch
+        self.entered = False
+        self.tentative: str | None = None
+        self.names: set[str] = set()  # of step.update(name)
+        self.updated: set[str] = set()  # optimizers that have stepped
+        self.rehearsal = False
+        self._blocks = blocks
+        self._batch = batch
+
+    def __enter__(self) -> Any:
+        self.entered = True
+        self._blocks.begin(self)
+        return self._batch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._blocks.end(self, error)
+
+    @contextmanager
+    def update(self, name: str) -> Iterator[None]:
+        """One of several separate updates in this step (a GAN): tentative until the block ends and all have voted.
+
+        Collectives may follow it inside the block. Costs a copy of the weights and state of each optimizer used.
+
+        Raises:
+            StepError: the name was used before in this step, updates are nested, or the step has voted already.
+        """
+        if name in self.names or self.tentative is not None:
+            raise StepError(f"step {self.number}: update {name!r} is nested, or was made before in this step")
+        if self.updated and not self.names:
+            raise StepError(
+                f"step {self.number}: update {name!r} after an optimizer.step() without a name",
+                hint="give every update of the step a name: `with step.update(...):`",
+            )
+        self.names.add(name)
+        self.tentative = name
+        self._tentative_done: set[str] = set()
+        try:
+            yield
+        finally:
+            self.tentative = None
+
+    def note_tentative(self, optimizer: str) -> None:
+        """An optimizer steps inside :meth:`update`. Raises: StepError when it has, in this update."""
+        if optimizer in self._tentative_done:
+            raise StepError(f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}")
+        self._tentative_done.add(optimizer)
+
+
+class Blocks:
+    """Runs blocks: begin, vote, commit or abort.
+
+    Args:
+        rank: protocol state of this rank.
+        adapter: the framework.
+        owner: the session.
+        scaled: a gradient scaler is in use, so a block without an update means gradients with inf or nan.
+    """
+
+    def __init__(self, rank: Rank, adapter: Adapter, owner: Owner, scaled: bool) -> None:
+        self._rank = rank
+        self._adapter = adapter
+        self._owner = owner
+        self._scaled = scaled
+        self._current: Step | None = None
+        self._tally = Tally(passed=False)
+
+    @property
+    def current(self) -> Step | None:
+        """The step whose block is open."""
+        return self._current
+
+    def hooks(self) -> Hooks:
+        """For the adapter."""
+        return Hooks(backward=self._backward, update=self._update, updated=self._updated)
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(self, step: Step) -> None:
+        """Enter the block; waits while the job recovers."""
+        if self._current is not None:
+            raise StepError(f"step {step.number} begins inside step {self._current.number}")
+        while True:
+            # Copy first: from the moment the machine says COMPUTE, a fault is answered from these copies.
+            self._adapter.begin(step.number)
+            if self._rank.begin():
+                break
+            self._rank.await_resume()
+        self._current = step
+        step.rehearsal = step.number > 0 and self._adapter.rehearse()
+        self._adapter.shield()
+        self._rank.enter(Phase.FORWARD)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _backward(self) -> None:
+        if self._rank.state == "compute":
+            self._rank.enter(Phase.BACKWARD)
+
+    def _update(self, optimizer: str) -> None:
+        step = self._current
+        if step is None:
+            raise StepError(
+                f"optimizer {optimizer!r} steps outside of a step",
+                hint="for step in s.steps(...): with step: ... optimizer.step()",
+            )
+        if step.tentative is not None:
+            self._refuse_late(step, optimizer)
+            step.note_tentative(optimizer)
+            self._adapter.record(optimizer)
+            return
+        if self._rank.state == "updating":
+            if optimizer in step.updated:
+                raise StepError(
+                    f"step {step.number}: optimizer {optimizer!r} steps twice without a name",
+                    hint="`with step.update('first'): ...` around each of them, or one optimizer.step() per block",
+                )
+            return
+        self._vote(step)
+
+    def _refuse_late(self, step: Step, optimizer: str) -> None:
+        if self._rank.state == "updating":
+            raise StepError(
+                f"step {step.number}: update of {optimizer!r} after the step has voted",
+                hint="give every update of the step a name: `with step.update(...):`",
+            )
+
+    def _updated(self, optimizer: str) -> None:
+        step = self._current
+        if step is None:
+            return
+        step.updated.add(optimizer)
+        if step.tentative is None and self._rank.state == "updating":
+            self._rank.enter(Phase.COMMIT)
+
+    # ------------------------------------------------------------------ vote
+
+    def _vote(self, step: Step) -> None:
+        """Return when the step may change weights. Raises: StepAborted."""
+        rank, adapter = self._rank, self._adapter
+        if step.rehearsal:
+            raise StepAborted("rehearsal")
+        adapter.prepare_vote()
+        rank.freed()
+        if adapter.poisoned or not rank.enter_vote():
+            raise StepAborted(adapter.reason)
+        rank.enter(Phase.VOTE)
+        nonfinite = self._scaled and not step.updated
+        ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
+        self._tally = Tally(passed=False)
+        try:
+            tally = Tally.read(adapter.vote(ballot.encode()), adapter.world_size)
+        except PeerLost:
+            state = rank.vote_broken()
+        else:
+            state = rank.voted(tally)
+            self._tally = tally
+        if state == "in_doubt" and not rank.await_decision():
+            raise StepAborted("the step was not committed")
+        if rank.state == "aborted":
+            raise StepAborted(self._tally.reason)
+        adapter.enter_update()
+        rank.enter(Phase.UPDATE)
+
+    # ------------------------------------------------------------------ end
+
+    def end(self, step: Step, error: BaseException | None) -> bool:
+        """Leave the block; True swallows ``error``."""
+        rank = self._rank
+        if error is None:
+            try:
+                if rank.state == "compute":
+                    self._vote(step)
+                if rank.state == "updating":
+                    self._commit(step)
+                    return False
+            except StepAborted:
+                pass
+            except BaseException as late:
+                if not self._is_fault(late):
+                    self._give_up()
+                    raise
+            self._abort(step)
+            return True
+        if self._is_fault(error):
+            self._abort(step)
+            return True
+        self._give_up()
+        return False
+
+    def _is_fault(self, error: BaseException) -> bool:
+        if type(error).__name__ in _ABORTS:
+            return True
+        return isinstance(error, Exception) and (self._adapter.poisoned or self._rank.fenced)
+
+    def _give_up(self) -> None:
+        """The user's own exception goes up."""
+        self._rank.fail()
+        self._adapter.release()
+        self._current = None
+
+    def _commit(self, step: Step) -> None:
+        self._adapter.end()
+        self._rank.commit(self._owner.before_ready())
+        self._current = None
+        step.committed = True
+        self._owner.after_ready(step, self._tally)
+
+    def _abort(self, step: Step) -> None:
+        """Put everything back; returns when the step may run again."""
+        rank, adapter = self._rank, self._adapter
+        rank.freed()
+        state = rank.fail()
+        if state == "in_doubt" and rank.await_decision():
+            state = rank.fail()  # told to apply, but the update was left: only a holder of the step can tell it now
+        if state in ("torn", "updating"):
+            rank.await_end()
+        adapter.abort()
+        self._current = None
+        if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():
+            return
+        rank.repeated()
+        rank.await_resume()
+
+    def _end_rehearsal(self) -> bool:
+        try:
+            self._adapter.end_rehearsal()
+        except GroupError:
+            return False  # a fault came first: its fence rebuilds the groups
+        return True
+
