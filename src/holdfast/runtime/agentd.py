@@ -115,6 +115,7 @@ class AgentDaemon:
         server, port = await self._hub.listen()
         self._run.write_endpoint("agent", "127.0.0.1", port)
         self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        self._driver.start()
         self._watch_launcher()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR2):
