@@ -80,7 +80,9 @@ class Adapter(Protocol):
     def reason(self) -> str:
         """Why it is poisoned."""
 
-    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]) -> None:
+    def attach(
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+    ) -> None:
         """Install hooks; ``on_fault`` hears of the first broken collective, ``on_collective`` counts their starts."""
 
     def detach(self) -> None:
@@ -120,6 +122,9 @@ class Adapter(Protocol):
 
     def end(self) -> None:
         """The block has ended, committed."""
+
+    def release(self) -> None:
+        """The block was left by the user's own exception: collectives are as outside of a step."""
 
     def abort(self) -> None:
         """Undo everything that the aborted step did; the next :meth:`begin` finds the state as it was."""

@@ -48,7 +48,9 @@ class Candidates(NamedTuple):
     rejected: tuple[str, ...]
 
 
-def candidates(resume: str, root: Path | None, client: Client | None, run: str, restarted: bool) -> Candidates:
+def candidates(
+    resume: str, root: Path | None, client: Client | None, run: str, restarted: bool
+) -> Candidates:
     """Where this job may start from; called on rank 0.
 
     Args:

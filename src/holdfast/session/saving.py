@@ -58,7 +58,14 @@ class Saver:
     """
 
     def __init__(
-        self, rank: Rank, adapter: Adapter, root: Path | None, run: str, keep: int, values: Values, locals_: Locals
+        self,
+        rank: Rank,
+        adapter: Adapter,
+        root: Path | None,
+        run: str,
+        keep: int,
+        values: Values,
+        locals_: Locals,
     ) -> None:
         self.root = root
         self.saved_step = -1
@@ -111,7 +118,9 @@ class Saver:
         else:
             found = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
             if found is None:
-                raise StateError(f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s")
+                raise StateError(
+                    f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s"
+                )
             layouts = {int(rank): data for rank, data in found.items()}
         catalogue = Catalogue.from_encoded(layouts)
         made = plan(catalogue, frozenset(range(self._adapter.world_size)))
@@ -217,7 +226,9 @@ class Saver:
         assert order is not None
         try:
             frozen = self._await_boundary(settle)
-            written = self._gasp(Path(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen)
+            written = self._gasp(
+                Path(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
+            )
         except HoldfastError as error:
             self._report(order.save_id, error)
         except Exception as error:
@@ -236,7 +247,9 @@ class Saver:
                 if rank.state == "torn" or rank.machine.fenced != settle.generation:
                     raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
                 if time.monotonic() > deadline_s:
-                    raise StateError(f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s")
+                    raise StateError(
+                        f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s"
+                    )
                 rank.changed.wait(0.5)
             return rank.state == "aborted"
 

@@ -39,7 +39,11 @@ class ExitWatch:
     """
 
     def __init__(
-        self, ask: Callable[[str], None], exit_file: Path | None, grace_s: float | None, give_up: Callable[[], None]
+        self,
+        ask: Callable[[str], None],
+        exit_file: Path | None,
+        grace_s: float | None,
+        give_up: Callable[[], None],
     ) -> None:
         self._ask = ask
         self._file = exit_file
@@ -122,7 +126,7 @@ class ExitWatch:
         try:
             asked = json.loads(version[2])
         except ValueError:
-            log.warning("holdfast: the exit file %s is not JSON; expected {\"GracefulExit\": 1}", self._file)
+            log.warning('holdfast: the exit file %s is not JSON; expected {"GracefulExit": 1}', self._file)
             return
         if isinstance(asked, dict) and asked.get("GracefulExit") == 1:
             self._asked(f"file {self._file}")

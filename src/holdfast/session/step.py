@@ -102,7 +102,9 @@ class Step:
     def note_tentative(self, optimizer: str) -> None:
         """An optimizer steps inside :meth:`update`. Raises: StepError when it has, in this update."""
         if optimizer in self._tentative_done:
-            raise StepError(f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}")
+            raise StepError(
+                f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}"
+            )
         self._tentative_done.add(optimizer)
 
 
@@ -250,6 +252,8 @@ class Blocks:
     def _is_fault(self, error: BaseException) -> bool:
         if type(error).__name__ in _ABORTS:
             return True
+        if self._rank.client is None:  # nobody could order a retry
+            return False
         return isinstance(error, Exception) and (self._adapter.poisoned or self._rank.fenced)
 
     def _give_up(self) -> None:
@@ -271,7 +275,9 @@ class Blocks:
         rank.freed()
         state = rank.fail()
         if state == "in_doubt" and rank.await_decision():
-            state = rank.fail()  # told to apply, but the update was left: only a holder of the step can tell it now
+            state = (
+                rank.fail()
+            )  # told to apply, but the update was left: only a holder of the step can tell it now
         if state in ("torn", "updating"):
             rank.await_end()
         adapter.abort()
@@ -287,4 +293,3 @@ class Blocks:
         except GroupError:
             return False  # a fault came first: its fence rebuilds the groups
         return True
-

@@ -17,7 +17,7 @@ from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
-from holdfast.adapters.torch.heal import heal, heal_scaler
+from holdfast.adapters.torch.heal import heal, heal_scaler, rehearsals_needed
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
 from holdfast.adapters.torch.rng import reseed, reseed_generators
@@ -84,7 +84,9 @@ class TorchAdapter:
         """Why."""
         return self._fabric.reason
 
-    def attach(self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]) -> None:
+    def attach(
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+    ) -> None:
         """Hook every optimizer of the process and the model's output."""
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
@@ -109,7 +111,7 @@ class TorchAdapter:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._first_gradient)
+                tensor.register_hook(self._first_gradient)  # type: ignore[no-untyped-call]
                 return
 
     def _first_gradient(self, gradient: torch.Tensor) -> None:
@@ -201,20 +203,21 @@ class TorchAdapter:
         self._fabric.seal_updates(True)
 
     def end(self) -> None:
-        """Collectives are free again."""
+        """The update stands."""
+        self.release()
+        self._snapshot.undo.clear()
+
+    def release(self) -> None:
+        """Collectives are as outside of a step."""
         self._updating = False
         self._fabric.seal_updates(False)
         self._fabric.shield(False)
-        self._snapshot.undo.clear()
 
     def abort(self) -> None:
         """Heal wrappers and scaler, restore what the step changed, drop gradients."""
-        self._updating = False
-        self._fabric.seal_updates(False)
-        self._fabric.shield(False)
+        self.release()
         self._fabric.quiesce()
-        for _, module in modules_of(self._model):
-            heal(module)
+        self._heal()
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
@@ -228,13 +231,16 @@ class TorchAdapter:
     def reconfigure(self, generation: Generation) -> None:
         """Rebuild all groups. Raises: GroupError."""
         self._fabric.reconfigure(generation)
+        # All ranks, also those with nothing to abort: a healed reducer makes a collective in its next forward.
+        self._heal()
+
+    def _heal(self) -> None:
+        for _, module in modules_of(self._model):
+            heal(module)
 
     def rehearse(self) -> bool:
         """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
-        waiting = any(
-            not module._has_rebuilt_buckets and (module.static_graph or not module.find_unused_parameters)
-            for module in self._ddp
-        )
+        waiting = any(rehearsals_needed(module) for _, module in modules_of(self._model))
         if self.world_size == 1 or not waiting or self._rehearsals >= REHEARSALS_MAX:
             return False
         self._rehearsals += 1

@@ -35,7 +35,9 @@ class BufferSync:
         for wrapper in wrappers:
             inside = {id(module) for module in wrapper.modules()}
             if wrapper.broadcast_buffers:
-                ignored = {id(b) for n, b in wrapper.module.named_buffers() if n in wrapper.parameters_to_ignore}
+                ignored = {
+                    id(b) for n, b in wrapper.module.named_buffers() if n in wrapper.parameters_to_ignore
+                }
                 slots = [s for s in names.buffers if id(s.module) in inside and id(s.get()) not in ignored]
                 self._add(wrapper.process_group, slots)
                 wrapper.broadcast_buffers = False
@@ -56,7 +58,9 @@ class BufferSync:
         """Broadcast. A collective: inside a shield a broken one leaves the local values."""
         with torch.no_grad():
             for group, slots in self._plans:
-                live = [b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)]
+                live = [
+                    b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)
+                ]
                 if live:
                     _broadcast(group, live)
 
@@ -74,5 +78,5 @@ def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
     dist.broadcast(packed, source, group=group)
     if dist.get_rank() == source:
         return
-    for tensor, piece in zip(tensors, packed.split([f.numel() for f in flat]), strict=True):
+    for tensor, piece in zip(tensors, torch.split(packed, [f.numel() for f in flat]), strict=True):
         tensor.copy_(piece.view(tensor.dtype).reshape(tensor.shape))

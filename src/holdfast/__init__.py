@@ -1,0 +1,77 @@
+"""Holdfast keeps distributed training jobs alive: no committed step lost, bit for bit the undisturbed result.
+
+``with holdfast.session(...) as s: for step in s.steps(loader, until=N): with step as batch: ...`` protects a training;
+``holdfast.load(path, model)`` reads weights. Importing this loads no framework.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import (
+    AuthError,
+    CheckpointInvalid,
+    CheckpointMismatch,
+    EmptyLoaderError,
+    FaultError,
+    GroupError,
+    HoldfastError,
+    InternalError,
+    NothingToResume,
+    PeerLost,
+    ProtocolError,
+    ScriptError,
+    StateError,
+    StepError,
+    StoreError,
+    StoreWriteError,
+    UnsupportedError,
+    UsageError,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from holdfast.session.api import load
+    from holdfast.session.api import open_session as session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuthError",
+    "CheckpointInvalid",
+    "CheckpointMismatch",
+    "EmptyLoaderError",
+    "FaultError",
+    "GroupError",
+    "HoldfastError",
+    "InternalError",
+    "NothingToResume",
+    "PeerLost",
+    "ProtocolError",
+    "ScriptError",
+    "StateError",
+    "StepError",
+    "StoreError",
+    "StoreWriteError",
+    "UnsupportedError",
+    "UsageError",
+    "UserError",
+    "__version__",
+    "load",
+    "session",
+]
+
+_LAZY = {"load": "load", "session": "open_session"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from holdfast.session import api
+
+    found = globals()[name] = getattr(api, _LAZY[name])
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

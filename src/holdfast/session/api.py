@@ -1,0 +1,131 @@
+"""The two public functions: ``holdfast.session`` and ``holdfast.load``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import CheckpointInvalid, UsageError
+
+if TYPE_CHECKING:
+    from holdfast.adapters.base import Adapter
+    from holdfast.session.session import Session
+    from holdfast.store.reader import LoadReport
+
+
+def open_session(
+    *,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    scaler: Any = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str = "auto",
+    seed: int = 0,
+    save_every_steps: int | None = None,
+    save_every_s: float | None = None,
+    keep: int = 3,
+    state: dict[str, Any] | None = None,
+    exit_file: str | os.PathLike[str] | None = None,
+    grace_s: float | None = None,
+) -> Session:
+    """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
+
+    Args:
+        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of modules.
+        optimizer, scheduler: one, a list, or a dict by name.
+        scaler: a ``GradScaler``.
+        checkpoint: directory of checkpoints; under ``holdfast run`` the run directory's own by default.
+        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh on purpose), a checkpoint, a
+            directory of checkpoints, or ``DIRECTORY@STEP``.
+        seed: of all random numbers of the steps.
+        save_every_steps, save_every_s: save periodically, in updates or seconds.
+        keep: how many valid checkpoints stay.
+        state: further objects with ``state_dict``/``load_state_dict``, plain values, or random generators, by name.
+        exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
+        grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
+
+    Raises (when the session is entered):
+        UsageError: an argument that cannot work.
+        StateError: something in the state that cannot be saved, by key path and type.
+        UnsupportedError: an optimizer, wrapper or process group that is refused by name.
+        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
+        StoreWriteError: the checkpoint directory cannot be written.
+    """
+    from holdfast.session.session import Session, Settings, framework_of
+
+    configure_logging()
+    settings = Settings(
+        checkpoint=checkpoint,
+        resume=resume,
+        seed=seed,
+        save_every_steps=save_every_steps,
+        save_every_s=save_every_s,
+        keep=keep,
+        exit_file=exit_file,
+        grace_s=grace_s,
+    )
+    if state is not None and not isinstance(state, dict):
+        raise UsageError(f"session(state=...) is a {type(state).__name__}, not a dict of named objects")
+    extras: dict[str, Any] = {} if state is None else state
+    framework_of(model)
+
+    def adapter() -> Adapter:
+        from holdfast.adapters.torch.adapter import TorchAdapter
+
+        return TorchAdapter(model, optimizer, scheduler, scaler, extras, settings.seed)
+
+    return Session(adapter, extras, settings)
+
+
+def load(path: str | os.PathLike[str], model: Any, strict: bool = True) -> LoadReport:
+    """Load verified weights of a checkpoint into ``model``, without a session.
+
+    Args:
+        path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
+        model: a module or a dict of modules, as given to the session that saved.
+        strict: every parameter and buffer of the model must be there, and no other.
+
+    Raises:
+        UsageError: ``path`` does not exist.
+        NothingToResume: no valid checkpoint is there.
+        CheckpointInvalid: damaged; the model is unchanged.
+        CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
+    """
+    from holdfast.adapters.torch.state import TorchState
+    from holdfast.session.session import framework_of
+    from holdfast.store.reader import Target, load_catalogue, load_into
+    from holdfast.store.root import resolve
+    from holdfast.store.validity import inspect
+
+    configure_logging()
+    framework_of(model)
+    found = resolve(os.fspath(path))
+    judged = inspect(found, deep=True)
+    if not judged.valid:
+        raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt verify {found}")
+    catalogue = load_catalogue(found)
+    restore = TorchState(model, {}).restore(catalogue, {"optimizers": {}, "schedulers": {}, "state": {}})
+    targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+    wanted = {target.fqn for target in targets}
+    own = ("optimizer.", "scheduler.", "scaler.", "state.")
+    known = [
+        t.fqn for t in catalogue.tensors if t.fqn not in wanted and (not strict or t.fqn.startswith(own))
+    ]
+    report = load_into(found, targets, known=known, optional=() if strict else ("*",))
+    restore.finish()
+    return report
+
+
+def configure_logging() -> None:
+    """Give the ``holdfast`` logger a plain handler when the script has configured none; never the root logger."""
+    log = logging.getLogger("holdfast")
+    if log.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

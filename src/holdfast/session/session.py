@@ -1,0 +1,427 @@
+"""The session: what a training script touches.
+
+It joins the parts: an adapter for the framework, this rank's protocol state, the saver, the search for a checkpoint and
+the watch for exit requests. Without a launcher everything works on one process, without a control plane.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.adapters.base import Adapter, Collected, Feed
+from holdfast.adapters.values import Plain
+from holdfast.core.messages import ExitAgreed, SessionOpened
+from holdfast.core.page import Phase
+from holdfast.core.vote import Ballot, Tally
+from holdfast.errors import StateError, StepError, StoreWriteError, UsageError
+from holdfast.exits import Exit
+from holdfast.runtime.client import Client, leave_process
+from holdfast.runtime.library import join_or_start_agent
+from holdfast.runtime.settings import RunSettings
+from holdfast.session.rank import Rank
+from holdfast.session.resume import Candidates, Resume, Resumed, candidates
+from holdfast.session.saving import Saver
+from holdfast.session.signals import ExitWatch
+from holdfast.session.step import Blocks, Step
+from holdfast.store.values import encode_values
+
+log = logging.getLogger("holdfast")
+
+EXIT_LINE = "Graceful exit is triggered, stop training"
+
+
+class Settings:
+    """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: str | os.PathLike[str] | None,
+        resume: str,
+        seed: int,
+        save_every_steps: int | None,
+        save_every_s: float | None,
+        keep: int,
+        exit_file: str | os.PathLike[str] | None,
+        grace_s: float | None,
+    ) -> None:
+        for name, value in (
+            ("save_every_steps", save_every_steps),
+            ("save_every_s", save_every_s),
+            ("keep", keep),
+        ):
+            if value is not None and value <= 0:
+                raise UsageError(
+                    f"session({name}={value}): must be above 0", hint=f"leave {name} out, or give 1 or more"
+                )
+        self.checkpoint = None if checkpoint is None else Path(checkpoint).absolute()
+        self.resume = str(resume)
+        self.seed = int(seed)
+        self.save_every_steps = save_every_steps
+        self.save_every_s = save_every_s
+        self.keep = keep
+        self.exit_file = None if exit_file is None else Path(exit_file).absolute()
+        self.grace_s = grace_s
+
+
+class Session:
+    """Made by :func:`holdfast.session`; a context manager.
+
+    Attributes:
+        state: the extra named objects and values that travel in checkpoints; plain values may be replaced here.
+    """
+
+    def __init__(self, adapter: Callable[[], Adapter], extras: dict[str, Any], settings: Settings) -> None:
+        self.state = extras
+        self._make_adapter = adapter
+        self._settings = settings
+        self._place: dict[str, Any] = {"loop": -1}
+        self._local: dict[str, Plain] = {}
+        self._loops = 0
+        self._feed: Feed | None = None
+        self._save_asked = False
+        self._exit_agreed = False
+        self._exit_sealed = False
+        self._last_save_s = time.monotonic()
+        self._local_too_large = False
+        self._resumed: Resumed | None = None
+
+    # ------------------------------------------------------------------ open
+
+    def __enter__(self) -> Self:
+        settings = self._settings
+        self._adapter = self._make_adapter()
+        self._client, library = self._join()
+        client = self._client
+        self.root = settings.checkpoint
+        if self.root is None and client is not None and client.run_dir is not None and not library:
+            self.root = client.run_dir / "checkpoints"
+        if client is None or client.run_dir is None:
+            run = f"solo-{secrets.token_hex(4)}"
+        else:
+            run = RunSettings.load(client.run_dir).run_id
+        self._saver: Saver | None = None
+        self._rank = Rank(self._adapter, client, lambda settle: self._open_saver.on_settle(settle))
+        self._rank.connect()
+        self._saver = Saver(
+            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals
+        )
+        scaled = getattr(self._adapter, "scaled", False)
+        self._blocks = Blocks(self._rank, self._adapter, self, scaled)
+        self._prepare_root()
+        restarted = (
+            client is not None
+            and not library
+            and (bool(client.resume) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+        )
+        self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
+        self._open()
+        return self
+
+    @property
+    def _open_saver(self) -> Saver:
+        assert self._saver is not None
+        return self._saver
+
+    def _join(self) -> tuple[Client | None, bool]:
+        """The line to the control plane, and whether this session started it."""
+        client = Client.current()
+        if client is not None or self._adapter.world_size == 1:
+            return client, False
+        env = os.environ
+        world_size = self._adapter.world_size
+        return (
+            join_or_start_agent(
+                rank=self._adapter.rank,
+                local_rank=int(env.get("LOCAL_RANK", self._adapter.rank)),
+                world_size=world_size,
+                local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
+            ),
+            True,
+        )
+
+    def _prepare_root(self) -> None:
+        """Fail now, not at the first save. Raises: StoreWriteError."""
+        if self.root is None:
+            self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
+            return
+        probe = self.root / f".probe-{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise StoreWriteError(
+                f"the checkpoint directory {self.root} cannot be written: {error.strerror}",
+                hint="give another one: holdfast.session(checkpoint=...)",
+            ) from error
+
+    def _load(self, look: Callable[[], Candidates]) -> None:
+        search = Resume(self._adapter, self._client, lambda number: self._adapter.vote([number])[0])
+        self._resumed = search.run(look, self.root)
+        if self._resumed is None:
+            if self.root is not None:
+                why = "as asked" if self._settings.resume == "never" else f"no checkpoint in {self.root}"
+                self._say(f"holdfast: starting fresh, {why}")
+            self._step = 0
+            return
+        found = self._resumed
+        self._step = found.step
+        self._place = dict(found.session.get("place", {"loop": -1}))
+        self._local = dict(found.local)
+        self._say(f"holdfast: resumed at step {found.step} from {found.path}")
+        if found.session.get("seed") != self._settings.seed:
+            log.warning(
+                "holdfast: the checkpoint was written with seed %s, this run has %d: random numbers will differ",
+                found.session.get("seed"),
+                self._settings.seed,
+            )
+        if found.session.get("world") != self._adapter.world_size:
+            log.warning(
+                "holdfast: the checkpoint was written by %s ranks, this run has %d: batches will differ",
+                found.session.get("world"),
+                self._adapter.world_size,
+            )
+
+    def _open(self) -> None:
+        rank, saver = self._rank, self._open_saver
+        self._adapter.attach(self._blocks.hooks(), rank.fault_seen, rank.count_collective)
+        self._watch = ExitWatch(
+            rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
+        )
+        self._watch.start()
+        with rank.changed:
+            rank.machine.open(self._step)
+        if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
+            saver.saved_step = self._step
+        if self._client is not None:
+            self._client.send(
+                SessionOpened(
+                    member_id=rank.member_id,
+                    generation=rank.machine.generation,
+                    step=self._step,
+                    root="" if self.root is None else str(self.root),
+                )
+            )
+        saver.start()
+        rank.enter(Phase.READY)
+
+    def _say(self, line: str) -> None:
+        log.log(logging.INFO if self._adapter.rank == 0 else logging.DEBUG, line)
+
+    def _out_of_grace(self) -> None:
+        log.error(
+            "holdfast: asked to exit, but no checkpoint could be sealed within %g s", self._settings.grace_s
+        )
+        leave_process(Exit.UNSAVED)
+
+    # ------------------------------------------------------------------ use
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._rank.step
+
+    def save(self) -> None:
+        """Ask for a checkpoint at the end of the current (or next) step, by all ranks; returns at once."""
+        if self.root is None:
+            raise UsageError(
+                "save() without a checkpoint directory", hint="holdfast.session(checkpoint='ckpts/')"
+            )
+        self._save_asked = True
+
+    def steps(
+        self, loader: Any = None, *, until: int | None = None, epochs: int | None = None
+    ) -> Iterator[Step]:
+        """Steps from where the job is. Use each as ``with step as batch:``.
+
+        Args:
+            loader: a DataLoader or any iterable of batches; None: the block gets None.
+            until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
+            epochs: stop after this many passes over the loader; 1 when neither is given.
+
+        Raises:
+            UsageError: neither a loader nor ``until``, or a loader that cannot be iterated.
+            EmptyLoaderError: the loader yields no batch.
+            StepError: a step was not entered by ``with``.
+        """
+        if loader is None and until is None:
+            raise UsageError("steps() needs a loader, or until=N", hint="s.steps(loader, until=10_000)")
+        loop = self._loops
+        self._loops += 1
+        return self._run(loop, loader, until, epochs if until is not None or epochs is not None else 1)
+
+    def _run(self, loop: int, loader: Any, until: int | None, epochs: int | None) -> Iterator[Step]:
+        saved_loop = self._place["loop"]
+        if saved_loop > loop:
+            return  # the checkpoint was written in a later loop of the script
+        feed = None if loader is None else self._adapter.feed(loader)
+        self._feed = feed
+        if feed is not None and saved_loop == loop:
+            feed.seek(self._place["at"], self._local.get("loader"))
+        if saved_loop < loop:
+            self._place, self._local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
+        try:
+            yield from self._each(feed, until, epochs)
+        finally:
+            self._feed = None
+            if feed is not None:
+                feed.close()
+
+    def _each(self, feed: Feed | None, until: int | None, epochs: int | None) -> Iterator[Step]:
+        batch: Any = None
+        drawn = -1
+        while not self._exit_agreed and (until is None or self.step < until):
+            number = self.step
+            if feed is not None and drawn != number:
+                try:
+                    batch = feed.draw(epochs)
+                except StopIteration:
+                    return
+                drawn = number
+            epoch, last = (0, False) if feed is None else (feed.epoch, feed.last_in_epoch)
+            step = Step(self._blocks, number, batch, epoch, last)
+            yield step
+            if not step.entered:
+                raise StepError(
+                    f"step {number} was not entered", hint="for step in s.steps(...): with step as batch: ..."
+                )
+
+    # ------------------------------------------------------------------ a block's questions
+
+    def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
+        """What this rank says in the vote."""
+        every_s = self._settings.save_every_s
+        due = (
+            every_s is not None and self.root is not None and time.monotonic() - self._last_save_s >= every_s
+        )
+        return Ballot(
+            step=step,
+            unsound=unsound,
+            exit=bool(self._rank.exit_source),
+            save=self._save_asked or due,
+            nonfinite=nonfinite,
+        )
+
+    def before_ready(self) -> bytes | None:
+        """The block of a step has ended and counts: note the data position, publish a changed layout."""
+        self._open_saver.publish()
+        feed = self._feed
+        if feed is None:
+            return None
+        self._place["at"] = feed.place()
+        local = feed.local_state()
+        if local is None:
+            return None
+        self._local = {"loader": local}
+        payload = encode_values(self._local, "locals")
+        try:
+            return self._fits(payload)
+        except StateError as error:
+            log.warning("holdfast: %s; a lost rank would read its batches of this epoch again", error.message)
+            self._local_too_large = True
+            return None
+
+    def _fits(self, payload: bytes) -> bytes | None:
+        if self._local_too_large or self._client is None:
+            return None
+        from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+
+        if len(payload) > LOCAL_SIZE_BYTES_MAX:
+            raise StateError(
+                f"the data loader's state takes {len(payload)} bytes, more than {LOCAL_SIZE_BYTES_MAX}"
+            )
+        return payload
+
+    def after_ready(self, step: Step, tally: Tally) -> None:
+        """A step is committed: save what was asked for, leave when all agreed to."""
+        rank = self._rank
+        if rank.fenced:
+            return  # what the vote said of saving and leaving is asked again after the recovery
+        every = self._settings.save_every_steps
+        if tally.exit:
+            self._agree_exit()
+        elif tally.save:
+            self._save_asked = False
+            self._last_save_s = time.monotonic()
+            self._open_saver.save("request", wait=False)
+        elif every is not None and rank.step % every == 0:
+            self._last_save_s = time.monotonic()
+            self._open_saver.save("periodic", wait=False)
+
+    def _agree_exit(self) -> None:
+        rank = self._rank
+        print(EXIT_LINE, flush=True)  # noqa: T201
+        if self._client is not None:
+            self._client.send(
+                ExitAgreed(member_id=rank.member_id, generation=rank.machine.generation, step=rank.step)
+            )
+        self._exit_agreed = True
+        try:
+            self._exit_sealed = self._open_saver.save("exit", wait=True)
+        except StoreWriteError:
+            self._exit_sealed = False  # logged and reported; the exit code says it
+        if rank.fenced:
+            self._exit_agreed = False
+
+    def _values(self, collected: Collected) -> dict[str, object]:
+        session = {
+            "step": self._rank.step,
+            "seed": self._settings.seed,
+            "world": self._adapter.world_size,
+            "place": dict(self._place),
+        }
+        return {**collected.values, "session": session}
+
+    def _locals(self) -> dict[str, object]:
+        return dict(self._local)
+
+    # ------------------------------------------------------------------ close
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+            elif isinstance(error, Exception):
+                frozen = self._rank.fail() == "aborted"
+                if self._rank.state != "torn":
+                    self._open_saver.rescue(frozen)
+        finally:
+            self._watch.stop()
+            self._adapter.detach()
+            self._open_saver.close()
+        if error is None and self._exit_agreed:
+            if self._rank.orphaned:
+                raise SystemExit(int(Exit.ORPHANED))
+            raise SystemExit(int(Exit.REQUEUE if self._exit_sealed else Exit.UNSAVED))
+
+    def _finish(self) -> None:
+        """Save the end, and wait until every rank is there."""
+        rank, saver = self._rank, self._open_saver
+        if rank.fenced:
+            rank.await_resume()
+        sealed = self._exit_sealed
+        if not self._exit_agreed and rank.step != saver.saved_step and rank.step > 0:
+            sealed = saver.save("final", wait=True)
+        rank.finish("exit" if self._exit_agreed else "done", sealed)
+
+
+def framework_of(model: Any) -> str:
+    """The framework that the model's class comes from. Raises: UsageError when it is none that is supported."""
+    items = list(model.values()) if isinstance(model, Mapping) else [model]
+    for item in items:
+        if any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
+            return "torch"
+    raise UsageError(
+        f"model is a {type(model).__module__}.{type(model).__qualname__}: no framework that Holdfast knows",
+        hint="holdfast.session(model=a torch.nn.Module, ...)",
+    )
