@@ -35,7 +35,7 @@ def main() -> None:
         scheduler=parts.scheduler,
         checkpoint=settings.checkpoint,
         seed=settings.seed,
-        save_every=settings.save_every,
+        save_every_steps=settings.save_every or None,
     ) as s:
         for step in s.steps(parts.loader, until=settings.steps):
             with step as batch:
