@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from holdfast.core.messages import Ack, ExitRun, StopRun, WireMessage
 from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.channel import BlockingChannel
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, open_log
 from holdfast.wire import MESSAGES
 
 RETRY_S = 0.05
@@ -21,7 +22,7 @@ def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
 
     Its exit code is that of the run. It watches the caller: when the caller dies, it asks for a graceful exit.
     """
-    with (run_dir / "agent.log").open("ab") as log:
+    with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "holdfast.runtime.agentd", str(run_dir)],
             stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
     ZYGOTE_MESSAGES,
@@ -92,7 +92,7 @@ class Processes:
         self._hub: Hub[ZygoteMessage] = Hub(
             ZYGOTE_MESSAGES,
             run.token(),
-            on_open=lambda channel: None,
+            on_open=self._zygote_found,
             on_message=self._heard,
             on_close=self._zygote_lost,
         )
@@ -125,10 +125,13 @@ class Processes:
         if endpoint is None:
             return False
         try:
-            self._zygote = await self._hub.connect(endpoint.host, endpoint.port, "agent")
+            await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return False
         return True
+
+    def _zygote_found(self, channel: Channel[ZygoteMessage]) -> None:
+        self._zygote = channel
 
     def _start_zygote(self) -> None:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
@@ -138,7 +141,7 @@ class Processes:
             "OMP_NUM_THREADS": "1",
             "HOLDFAST_RUN_DIR": str(self._run.path),
         }
-        with (self._run.path / "zygote.log").open("ab") as log:
+        with os.fdopen(open_log(self._run.path / "zygote.log"), "ab") as log:
             self._zygote_process = subprocess.Popen(
                 [self._python(), "-m", "holdfast.runtime.zygote", str(self._run.path)],
                 stdin=subprocess.DEVNULL,
@@ -246,7 +249,7 @@ class Processes:
         log_path = Path(worker_log(self._run, settings, order))
         log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         member_id = order.assignment.member_id
-        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = open_log(log_path)
         try:
             child = subprocess.Popen(
                 argv,

@@ -17,7 +17,7 @@ from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.procs import wait_gone
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, open_log
 from holdfast.wire import MESSAGES
 
 MODULE = "holdfast.runtime.controllerd"
@@ -40,7 +40,7 @@ class ControllerLink:
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
             run.token(),
-            on_open=lambda channel: None,
+            on_open=self._opened,
             on_message=lambda channel, message: self._post(message),
             on_close=self._closed,
         )
@@ -104,7 +104,7 @@ class ControllerLink:
         if endpoint is None or not is_controller(endpoint.pid, self._run):
             return False
         try:
-            self._channel = await self._hub.connect(endpoint.host, endpoint.port, "agent")
+            await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return False
         return True
@@ -112,7 +112,7 @@ class ControllerLink:
     def _start(self) -> None:
         term = 1 + last_term(self._run)
         self._run.endpoint_path("controller").unlink(missing_ok=True)
-        with (self._run.path / "controller.log").open("ab") as log:
+        with os.fdopen(open_log(self._run.path / "controller.log"), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, str(self._run.path), str(term)],
                 stdin=subprocess.DEVNULL,
@@ -128,6 +128,9 @@ class ControllerLink:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def _opened(self, channel: Channel[WireMessage]) -> None:
+        self._channel = channel
 
     def _closed(self, channel: Channel[WireMessage]) -> None:
         if channel is not self._channel:

@@ -42,6 +42,15 @@ def write_private(path: Path, data: bytes) -> None:
         raise
 
 
+def open_log(path: Path) -> int:
+    """A file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
 class RunDir:
     """Paths below the directory of one run. Nothing is touched before a method asks for it."""
 

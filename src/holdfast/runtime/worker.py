@@ -26,6 +26,7 @@ from holdfast.errors import ScriptError, StoreError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client
 from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import open_log
 from holdfast.runtime.settings import RunSettings
 
 GROUPS_MODULE = "holdfast.adapters.torch.groups"
@@ -58,7 +59,7 @@ def redirect(log: str) -> None:
     path = Path(log)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     null = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    out = open_log(path)
     os.dup2(null, 0)
     os.dup2(out, 1)
     os.dup2(out, 2)
