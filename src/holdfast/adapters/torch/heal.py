@@ -14,7 +14,7 @@ Rules for the caller:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def _will_rebuild(ddp: DistributedDataParallel) -> bool:
     return ddp.static_graph or not ddp.find_unused_parameters
 
 
-def _heal_sharded(modules: list[FSDPModule]) -> None:
+def _heal_sharded(modules: Sequence[FSDPModule]) -> None:
     """Each module as after a backward that ended, then sharded again; then what the modules of one root share."""
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     for module, state in zip(modules, states, strict=True):
