@@ -1,0 +1,133 @@
+"""Choosing the newest valid checkpoint, and pruning."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, UsageError
+from holdfast.store.files import Directory
+from holdfast.store.root import Root, resolve
+from tests.store.worlds import pipeline, replicated, save, save_id
+
+WORLD = pipeline(edge=8)
+
+
+def wreck(root: Path, step: int, age_s: float = 0.0) -> Path:
+    """An attempt whose last rank never finished."""
+    save(root, WORLD, save_id(step))
+    path = root / save_id(step).directory()
+    (path / "SEALED").unlink()
+    (path / "rank-r00003.json").unlink()
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+def test_newest_valid_and_the_reason_of_each_rejected_one(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    wreck(tmp_path, 30)
+    (tmp_path / "step-00000040.run.g1.1.a0").mkdir()
+    (tmp_path / "step-99999999.notours").mkdir()
+    choice = Root(tmp_path).newest_valid()
+    assert choice.require().step == 20
+    assert [v.step for v in choice.rejected] == [40, 30]
+    assert "catalogue.json: does not exist" in choice.rejected[0].reason
+    assert "rank 3 did not finish" in choice.rejected[1].reason
+    assert Root(tmp_path).newest_valid(at=10).require().step == 10
+    with pytest.raises(NothingToResume, match=r"rank-r00003.json: missing"):
+        Root(tmp_path).newest_valid(at=30).require()
+
+
+def test_order_is_step_then_generation_then_attempt(tmp_path: Path) -> None:
+    for identity in (save_id(20, 0, n=2), save_id(20, 1, n=2), save_id(20, 5, n=1), save_id(9, 9, n=9)):
+        save(tmp_path, WORLD, identity)
+    assert [(v.step, str(v.save_id)) for v in Root(tmp_path).list()] == [
+        (20, "run.g1.2.a1"), (20, "run.g1.2.a0"), (20, "run.g1.1.a5"), (9, "run.g1.9.a9"),
+    ]  # fmt: skip
+
+
+def test_runs_share_a_root_without_mixing(tmp_path: Path) -> None:
+    save(tmp_path, WORLD, save_id(10, run="old"))
+    save(tmp_path, WORLD, save_id(5, run="new"))
+    assert Root(tmp_path).newest_valid(run="new").require().step == 5
+    assert Root(tmp_path).newest_valid().require().step == 10
+
+
+def test_an_empty_or_missing_root_is_a_typed_error(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(NothingToResume, match="no attempt at all"):
+            Root(root).newest_valid().require()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointInvalid, match="not a directory"):
+        Root(tmp_path / "file").newest_valid()
+
+
+def test_prune_keeps_the_newest_valid_ones_and_young_wrecks(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, WORLD, save_id(step))
+    wreck(tmp_path, 5, age_s=10_000)
+    young = wreck(tmp_path, 40)
+    root = Root(tmp_path)
+    plan = root.prune(2, dry_run=True)
+    assert len(root.names()) == 5
+    done = root.prune(2)
+    assert done.removed == plan.removed == (save_id(10).directory(), save_id(5).directory())
+    assert list(done.spared) == [young.name]
+    assert [v.step for v in root.list() if v.valid] == [30, 20]
+    assert root.prune(1, grace_s=0).removed == (young.name, save_id(20).directory())
+    assert [v.step for v in root.list()] == [30]
+    with pytest.raises(UsageError, match="keep=0"):
+        root.prune(0)
+
+
+def test_prune_never_removes_the_last_valid_one_nor_anything_without_one(tmp_path: Path) -> None:
+    save(tmp_path, WORLD, save_id(10))
+    assert Root(tmp_path).prune(lambda _valid: set(), grace_s=0).removed == ()
+    (tmp_path / save_id(10).directory() / "rank-r00000.json").unlink()
+    done = Root(tmp_path).prune(1, grace_s=0)
+    assert done.removed == () and "no valid checkpoint exists" in done.spared.values()
+
+
+def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    (tmp_path / f".removing-{save_id(1).directory()}").mkdir()
+    with Directory.open(tmp_path / save_id(10).directory()) as reader:
+        assert reader.lock(shared=True)
+        assert Root(tmp_path).prune(1).spared == {save_id(10).directory(): "is being read"}
+    assert Root(tmp_path).prune(1).removed == (save_id(10).directory(),)
+    assert [p.name for p in tmp_path.iterdir()] == [save_id(20).directory()]
+
+
+def test_resolve_path_and_step(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    assert resolve(str(tmp_path)).name == save_id(20).directory()
+    assert resolve(f"{tmp_path}@10").name == save_id(10).directory()
+    assert resolve(str(tmp_path / save_id(10).directory())).name == save_id(10).directory()
+    with pytest.raises(NothingToResume, match="no valid checkpoint"):
+        resolve(f"{tmp_path}@11")
+    with pytest.raises(UsageError, match="not a step number"):
+        resolve(f"{tmp_path}@last")
+    with pytest.raises(UsageError, match="does not exist"):
+        resolve(str(tmp_path / "nowhere"))
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    save(tmp_path / "new" / "root", replicated(1, WORLD.arrays), save_id())
+    path = tmp_path / "new" / "root" / save_id().directory()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new" / "root").stat().st_mode & 0o777 == 0o700
+    assert {p.stat().st_mode & 0o777 for p in path.iterdir()} == {0o600}
+
+
+def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with Directory.open(tmp_path / "in") as directory:
+        for name in ("../x", "/etc/passwd", "a/b", "..", "", "x" * 300, "a\0b"):
+            with pytest.raises(StoreError, match="not a file name"):
+                directory.open_read(name)
