@@ -163,7 +163,7 @@ class Controller:
         self.recovery.opened(now)
         for other in job.roster.members:
             if other.exited is not None and other.opened_step is None and other.finished is None:
-                self.recovery.member_fault(now, other, "exit", f"rank {other.rank} left without a session")
+                self.recovery.member_fault(now, other, "exit", "left without a session")
 
     def _layout_published(self, event: LayoutPublished) -> None:
         job = self.job

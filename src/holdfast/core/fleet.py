@@ -137,9 +137,7 @@ class Fleet:
             self.ending.exited()
         elif dead:
             for member in dead:
-                self.recovery.member_fault(
-                    now, member, "exit", f"rank {member.rank} died while nobody decided"
-                )
+                self.recovery.member_fault(now, member, "exit", "died while nobody decided")
         elif fenced:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
@@ -226,7 +224,7 @@ class Fleet:
         elif member.failed is None:
             how = f"was killed by signal {event.signal}" if event.signal else f"ended with code {event.code}"
             kind: FaultKind = "silent" if member.kill_reason else "signal" if event.signal else "exit"
-            self.recovery.member_fault(now, member, kind, f"rank {member.rank}: {member.kill_reason or how}")
+            self.recovery.member_fault(now, member, kind, member.kill_reason or how)
         if not job.ended:
             self.recovery.exited(now, member)
 

@@ -143,7 +143,7 @@ class Recovery:
         if self.phase == "fencing":
             self.progress(now)
         else:
-            self.fence(now, fault.what)
+            self.fence(now, f"rank {fault.rank} {fault.what}")
 
     def opened(self, now: float) -> None:
         """A session opened. When it was the last one of this start, it is known where the job was restored
