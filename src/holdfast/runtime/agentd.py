@@ -57,6 +57,7 @@ from holdfast.wire import MESSAGES
 
 LOCK_WAIT_S = 5.0
 LINGER_S = 1.0
+LAST_WORDS_S = 0.2
 LIBRARY_LINGER_S = 10.0
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
@@ -89,7 +90,8 @@ class AgentDaemon:
         self._member_of: dict[Channel[WireMessage], MemberId] = {}
         self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
         self._exited: set[MemberId] = set()
-        self._kv: KvServer[MemberId] = KvServer()
+        self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
+        self._kv = KvServer(run.pages() / "kv.log")
         config = AgentConfig(
             node_id=self._node_id, slots=self._settings.nproc, pid=os.getpid(), grace_s=self._settings.grace_s
         )
@@ -234,6 +236,8 @@ class AgentDaemon:
         if member_id is not None and self._workers.get(member_id) is channel:
             del self._workers[member_id]
             self._kv.forget(member_id)
+            if member_id in self._dying:
+                self._bury(member_id)
 
     def _expire(self) -> None:
         self._answer(self._kv.expire(time.monotonic()))
@@ -254,6 +258,17 @@ class AgentDaemon:
             return
         self._exited.add(member_id)
         event = read_death(self._run.page_path(member_id), member_id, self._node_id, code, killed_by, died_ns)
+        self._dying[member_id] = event
+        if member_id in self._workers:
+            # Its last words may still be in the socket: they come first, they say why.
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._bury, member_id)
+        else:
+            self._bury(member_id)
+
+    def _bury(self, member_id: MemberId) -> None:
+        event = self._dying.pop(member_id, None)
+        if event is None:
+            return
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
             asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
@@ -305,8 +320,9 @@ class AgentDaemon:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
 
     def _start(self, order: StartMembers) -> None:
-        """Start the members of one generation; nothing of the one before is left when this is asked."""
-        self._kv.clear()
+        """Start the members of one generation; those of the one before are gone when this is asked."""
+        if not self._procs.living:
+            self._kv.clear()
         port = self._settings.master_port or free_port()
         for assignment in order.members:
             self._procs.start(

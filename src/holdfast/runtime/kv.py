@@ -1,7 +1,10 @@
-"""The key-value store inside an agent, for the rendezvous of process groups. No I/O, no clock.
+"""The key-value store inside an agent, for the rendezvous of process groups. No clock.
 
-Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is ever
-read by a new one. Only ``wait`` blocks. Meaning of a reply by operation:
+Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is
+ever read by a new one. Every change is appended to a file in shared memory before it is answered, so the store
+outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
+
+Only ``wait`` blocks. Meaning of a reply by operation:
 
 ========== ===================================================================================
 set        stores ``value`` under ``keys[0]``
@@ -18,37 +21,65 @@ count      ``number`` of keys that begin with ``keys[0]`` (all without ``keys``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+import os
+from collections.abc import Callable
+from pathlib import Path
 
-from holdfast.core.messages import KvReply, KvRequest
+import msgspec
+
+from holdfast.core.ids import MemberId
+from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, KvReply, KvRequest
+from holdfast.errors import ProtocolError
+from holdfast.wire import FrameReader, frame
 
 SIZE_BYTES_MAX = 256 * 1024 * 1024
 KEYS_MAX = 1_000_000
+LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # then the log is replaced by what the store holds
+ANSWERS_KEPT = 64  # per member
 
-W = TypeVar("W", bound=Hashable)
-Replies = list[tuple[W, KvReply]]
+Replies = list[tuple[MemberId, KvReply]]
 
 
-class KvServer(Generic[W]):
-    """All keys of one node's run. ``W`` names a caller; every method returns the replies to send."""
+class _Change(msgspec.Struct, frozen=True):
+    """One line of the log; ``who`` 0: a key from before the log was shortened."""
 
-    def __init__(self) -> None:
+    who: MemberId
+    request: KvRequest
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Change)
+
+
+class KvServer:
+    """All keys of one node's run; every method returns the replies to send.
+
+    Args:
+        log: file of the changes; what an agent before this one left there is read back.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._data: dict[str, bytes] = {}
         self._size_bytes = 0
-        self._waits: dict[tuple[W, int], tuple[float, tuple[str, ...]]] = {}
-        self._ops: dict[str, Callable[[KvRequest], KvReply]] = {
-            "set": self._set,
+        self._waits: dict[tuple[MemberId, int], tuple[float, tuple[str, ...]]] = {}
+        self._answers: dict[MemberId, dict[int, KvReply]] = {}
+        self._reads: dict[str, Callable[[KvRequest], KvReply]] = {
             "get": self._get,
+            "check": self._check,
+            "count": self._count,
+        }
+        self._changes: dict[str, Callable[[KvRequest], KvReply]] = {
+            "set": self._set,
             "add": self._add,
             "append": self._append,
             "compare_set": self._compare_set,
-            "check": self._check,
             "delete": self._delete,
-            "count": self._count,
         }
+        self._recall()
 
-    def request(self, now: float, who: W, request: KvRequest) -> Replies[W]:
+    def request(self, now: float, who: MemberId, request: KvRequest) -> Replies:
         """Carry out one request; its reply may wait for other callers."""
         if request.op == "wait":
             if all(key in self._data for key in request.keys):
@@ -57,36 +88,69 @@ class KvServer(Generic[W]):
             return []
         if request.op != "count" and not request.keys:
             return [(who, KvReply(request_id=request.request_id, ok=False, error="missing"))]
-        reply = self._ops[request.op](request)
-        return [(who, reply), *self._wake()]
+        if request.op in self._reads:
+            return [(who, self._reads[request.op](request))]
+        answered = self._answers.get(who, {}).get(request.request_id)
+        if answered is not None:
+            return [(who, answered)]
+        self._write(_Change(who, request))
+        return [(who, self._change(who, request)), *self._wake()]
 
-    def expire(self, now: float) -> Replies[W]:
+    def expire(self, now: float) -> Replies:
         """Answers ``timeout`` to waits whose time is over."""
         over = [wait for wait, (deadline, _) in self._waits.items() if deadline <= now]
         return [
             (who, KvReply(request_id=number, ok=False, error="timeout")) for who, number in self._drop(over)
         ]
 
-    def deadline(self) -> float | None:
-        """When :meth:`expire` has something to do; None: never."""
-        return min((deadline for deadline, _ in self._waits.values()), default=None)
-
-    def forget(self, who: W) -> None:
+    def forget(self, who: MemberId) -> None:
         """The caller is gone: nobody waits for its replies."""
         self._drop([wait for wait in self._waits if wait[0] == who])
 
     def clear(self) -> None:
         """A new set of processes begins: drop all keys and waits."""
+        os.ftruncate(self._fd, 0)
         self._data.clear()
+        self._answers.clear()
         self._waits.clear()
         self._size_bytes = 0
 
-    def _drop(self, waits: list[tuple[W, int]]) -> list[tuple[W, int]]:
+    def _change(self, who: MemberId, request: KvRequest) -> KvReply:
+        reply = self._changes[request.op](request)
+        answers = self._answers.setdefault(who, {})
+        answers[request.request_id] = reply
+        if len(answers) > ANSWERS_KEPT:
+            del answers[next(iter(answers))]
+        return reply
+
+    def _write(self, change: _Change) -> None:
+        if os.fstat(self._fd).st_size > LOG_SIZE_BYTES_MAX:
+            os.ftruncate(self._fd, 0)
+            for key, value in self._data.items():
+                held = KvRequest(request_id=0, op="set", keys=(key,), value=value)
+                os.write(self._fd, frame(_ENCODER.encode(_Change(MemberId(0), held))))
+        os.write(self._fd, frame(_ENCODER.encode(change)))
+
+    def _recall(self) -> None:
+        """Make the logged changes again; a torn one at the end was never answered."""
+        reader = FrameReader(FRAME_SIZE_BYTES_MAX)
+        whole_bytes = 0
+        reader.feed(self._log.read_bytes())
+        try:
+            while (payload := reader.next()) is not None:
+                change = _DECODER.decode(payload)
+                self._change(change.who, change.request)
+                whole_bytes += len(frame(payload))
+            os.ftruncate(self._fd, whole_bytes)
+        except (ProtocolError, msgspec.MsgspecError):
+            self.clear()  # whoever waits for a lost key gets a timeout and rebuilds its group
+
+    def _drop(self, waits: list[tuple[MemberId, int]]) -> list[tuple[MemberId, int]]:
         for wait in waits:
             del self._waits[wait]
         return waits
 
-    def _wake(self) -> Replies[W]:
+    def _wake(self) -> Replies:
         ready = [wait for wait, (_, keys) in self._waits.items() if all(key in self._data for key in keys)]
         return [(who, KvReply(request_id=number)) for who, number in self._drop(ready)]
 

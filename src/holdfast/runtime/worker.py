@@ -69,9 +69,13 @@ def redirect(log: str) -> None:
 
 def install_groups() -> None:
     """Put our process groups behind the names gloo and nccl, where torch and the adapter exist."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec(GROUPS_MODULE) is None:
+    try:
+        groups = importlib.import_module(GROUPS_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
         return
-    importlib.import_module(GROUPS_MODULE).install()
+    groups.install()
 
 
 def run_script(settings: RunSettings) -> None:

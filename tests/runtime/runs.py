@@ -1,0 +1,168 @@
+"""Real runs of tiny scripts without torch: an agent process, its controller, zygote and workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast import journal
+from holdfast.core.messages import StopRun
+from holdfast.errors import FaultError
+from holdfast.journal import Event
+from holdfast.runtime.launch import AgentLink, start_agent
+from holdfast.runtime.procs import sweep
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import RunSettings
+
+BOUND_S = 60.0
+
+LOOP = """
+import sys, time
+from holdfast.core.page import Phase
+from holdfast.runtime.client import Client
+client = Client.current()
+print("rank", client.rank, "member", client.member_id, flush=True)
+for step in range(int(sys.argv[1])):
+    client.page.enter(Phase.FORWARD, step)
+    key = f"{client.generation}/{step}"
+    if client.kv("add", (key,), amount=1).number == client.world_size:
+        client.kv("set", (key + "/all",), b"1")
+    reply = client.kv("wait", (key + "/all",), timeout_s=60)
+    while reply.error == "fenced":
+        time.sleep(0.05)
+    client.page.enter(Phase.READY, step + 1)
+    client.page.write_local(step + 1, b"at %d" % (step + 1))
+    time.sleep(0.02)
+print("done", flush=True)
+"""
+"""Each step is a barrier over the key-value store; a fenced rank waits to be told to leave."""
+
+
+def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
+    """Poll until ``condition()`` is true; returns its value."""
+    deadline = time.monotonic() + bound_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{what}: not within {bound_s:g} s")
+
+
+def exists(pid: int) -> bool:
+    """True when ``pid`` is a process that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Run:
+    """One run below ``tmp_path``; use it as a context manager: nothing of it is left behind."""
+
+    def __init__(self, tmp_path: Path, script: str = LOOP, **settings: Any) -> None:
+        self.dir = RunDir(tmp_path / "run")
+        self.dir.create()
+        self.script = tmp_path / "train.py"
+        self.script.write_text(script)
+        # A run without torch: the zygote then starts in a tenth of the time.
+        stub = tmp_path / "stub" / "torch"
+        stub.mkdir(parents=True)
+        (stub / "__init__.py").write_text(
+            "raise ModuleNotFoundError('no torch in this test', name='torch')\n"
+        )
+        settings.setdefault("env", {})
+        settings["env"].setdefault("PYTHONPATH", str(stub.parent))
+        settings.setdefault("target", str(self.script))
+        settings.setdefault("nproc", 4)
+        self.settings = RunSettings(run_id="t", **settings)
+        self.settings.save(self.dir.path)
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        for event in self.events("controller_started"):
+            if exists(int(event.data["pid"])):
+                os.kill(int(event.data["pid"]), signal.SIGKILL)
+        sweep(self.dir)
+        self.dir.remove_pages()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the agent (or its successor)."""
+        self.agents.append(start_agent(self.dir.path))
+        return self.agents[-1]
+
+    def wait(self) -> int:
+        """Exit code of the run."""
+        return self.agents[-1].wait(BOUND_S)
+
+    def events(self, kind: str = "") -> list[Event]:
+        """The event log so far."""
+        return [e for e in journal.read(self.dir.journal).events if kind in ("", e.kind)]
+
+    def wait_event(self, kind: str, count: int = 1) -> Event:
+        """The ``count``-th event of a kind."""
+        event: Event = until(kind, lambda: next(iter(self.events(kind)[count - 1 :]), None))
+        return event
+
+    def pids(self, attempt: int = 0) -> dict[int, int]:
+        """Process ids by rank of one attempt, once all have started."""
+        nproc = self.settings.nproc
+        self.wait_event("member_started", nproc * (attempt + 1))
+        started = self.events("member_started")[nproc * attempt : nproc * (attempt + 1)]
+        return {int(e.data["rank"]): int(e.data["pid"]) for e in started}
+
+    def log(self, rank: int, attempt: int = 0) -> str:
+        """What one rank printed."""
+        path = self.dir.path / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_log(self, text: str, rank: int = 0, attempt: int = 0) -> None:
+        """Until one rank has printed ``text``."""
+        until(f"{text!r} of rank {rank}", lambda: text in self.log(rank, attempt))
+
+    def error_file(self, rank: int, attempt: int = 0) -> Any:
+        """The error file of one rank."""
+        return msgspec.json.decode(
+            (self.dir.path / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.error.json").read_bytes()
+        )
+
+    def left(self) -> list[int]:
+        """Processes that carry this run in their environment or on their command line."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit() or not exists(int(entry)):
+                continue
+            try:
+                environ = Path(f"/proc/{entry}/environ").read_bytes()
+                cmdline = Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            needle = str(self.dir.path).encode()
+            if b"HOLDFAST_RUN_DIR=" + needle in environ or needle in cmdline.split(b"\0"):
+                found.append(int(entry))
+        return found
+
+    def stop(self) -> None:
+        """End at once."""
+        try:
+            AgentLink(self.dir.path).request(StopRun(reason="test"), timeout_s=1.0)
+        except FaultError:
+            return
+
+    def nothing_left(self) -> bool:
+        """No process, page or endpoint remains."""
+        files = {path.name for path in self.dir.path.iterdir()}
+        return not self.left() and not files & {"agent.json", "controller.json", "zygote.json", "pages"}

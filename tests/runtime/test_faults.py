@@ -1,0 +1,140 @@
+"""Real processes killed from outside: worker, controller, agent, zygote, launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.runs import LOOP, Run, exists, until
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("zygote", [True, False])
+def test_an_ordinary_run_leaves_nothing_behind(tmp_path: Path, zygote: bool) -> None:
+    with Run(tmp_path, args=("3",), zygote=zygote) as run:
+        run.start()
+        pids = run.pids()
+        assert run.wait() == 0
+        assert [run.log(rank).splitlines()[-1] for rank in range(4)] == ["done"] * 4
+        assert [e.data["code"] for e in run.events("member_exited")] == [0, 0, 0, 0]
+        assert len(run.events("zygote_ready")) == (1 if zygote else 0)
+        assert run.nothing_left() and not any(exists(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("zygote", [True, False])
+def test_a_killed_worker_is_seen_with_its_page_and_all_restart(tmp_path: Path, zygote: bool) -> None:
+    with Run(tmp_path, args=("60",), zygote=zygote) as run:
+        run.start()
+        pids = run.pids()
+        run.wait_log("rank 2", rank=2)
+        os.kill(pids[2], signal.SIGKILL)
+        dead = run.wait_event("member_exited").data
+        assert (dead["rank"], dead["signal"], dead["code"]) == (2, 9, None)
+        again = run.pids(attempt=1)
+        assert not set(again.values()) & set(pids.values())
+        assert run.wait() == 0
+        assert run.log(2, attempt=1).endswith("done\n") and run.nothing_left()
+
+
+def test_a_killed_controller_is_replaced_and_disturbs_nobody(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("100",)) as run:
+        run.start()
+        pids = run.pids()
+        os.kill(int(run.wait_event("controller_started").data["pid"]), signal.SIGKILL)
+        assert run.wait_event("controller_started", 2).data["term"] == 2
+        assert run.wait() == 0
+        assert len(run.events("generation_started")) == 1 and len(pids) == 4
+        assert run.nothing_left()
+
+
+def test_a_successor_agent_adopts_the_living_workers(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("150",)) as run:
+        first = run.start()
+        pids = run.pids()
+        run.wait_log("rank 0")
+        first.kill()
+        first.wait()
+        assert all(exists(pid) for pid in pids.values())
+        run.start()
+        assert run.wait() == 0
+        assert len(run.events("generation_started")) == 1
+        assert [run.log(rank).count("member") for rank in range(4)] == [1, 1, 1, 1]
+        assert run.nothing_left()
+
+
+def test_a_worker_that_dies_while_there_is_no_agent_is_found_by_the_successor(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("150",)) as run:
+        first = run.start()
+        pids = run.pids()
+        run.wait_log("rank 3", rank=3)
+        first.kill()
+        first.wait()
+        os.kill(pids[3], signal.SIGKILL)
+        run.start()
+        assert run.wait_event("member_exited").data["rank"] == 3
+        run.pids(attempt=1)
+        run.stop()
+        run.wait()
+        assert run.nothing_left()
+
+
+def test_a_killed_zygote_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("80",)) as run:
+        run.start()
+        pids = run.pids()
+        run.wait_log("rank 1", rank=1)
+        endpoint = run.dir.read_endpoint("zygote")
+        assert endpoint is not None
+        os.kill(endpoint.pid, signal.SIGKILL)
+        run.wait_event("zygote_ready", 2)
+        assert all(exists(pid) for pid in pids.values())
+        os.kill(pids[1], signal.SIGKILL)
+        assert run.wait_event("member_exited").data["rank"] == 1
+        run.pids(attempt=1)
+        assert run.wait() == 0 and run.nothing_left()
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from holdfast.runtime.launch import start_agent
+start_agent(Path(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def test_a_dead_launcher_ends_the_run(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("10000",), grace_s=1.0) as run:
+        with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.dir.path)]) as launcher:
+            run.pids()
+            run.wait_log("rank 0")
+            launcher.kill()
+        run.wait_event("agent_ended")
+        until("nothing left", run.nothing_left)
+
+
+def test_leftovers_of_a_dead_worker_die_with_it(tmp_path: Path) -> None:
+    script = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint('child', child.pid, flush=True)\n"
+    with Run(tmp_path, script + LOOP, args=("100000",), nproc=1) as run:
+        run.start()
+        pids = run.pids()
+        run.wait_log("rank 0")
+        child = int(run.log(0).split()[1])
+        os.kill(pids[0], signal.SIGKILL)
+        until("the child is gone", lambda: not exists(child))
+        run.stop()
+        assert run.wait() == 130 and run.nothing_left()
+
+
+def test_a_process_that_left_the_group_is_swept_at_the_end(tmp_path: Path) -> None:
+    script = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('ok')\n"
+    with Run(tmp_path, script, nproc=1, zygote=False) as run:
+        run.start()
+        assert run.wait() == 0
+        assert len(run.events("leftovers_killed")) == 1 and run.nothing_left()

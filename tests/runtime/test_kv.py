@@ -1,0 +1,103 @@
+"""The key-value store: meaning of each operation, waits, and life beyond its agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.ids import MemberId
+from holdfast.core.messages import KvReply, KvRequest
+from holdfast.runtime import kv
+from holdfast.runtime.kv import KvServer
+
+ANNE, BERT = MemberId(1), MemberId(2)
+
+
+class Caller:
+    """One member that numbers its requests."""
+
+    def __init__(self, server: KvServer, who: MemberId) -> None:
+        self.server = server
+        self.who = who
+        self.number = 0
+
+    def ask(self, op: Any, *keys: str, now: float = 0.0, **more: Any) -> list[tuple[MemberId, KvReply]]:
+        self.number += 1
+        return self.server.request(now, self.who, KvRequest(request_id=self.number, op=op, keys=keys, **more))
+
+    def one(self, op: Any, *keys: str, **more: Any) -> KvReply:
+        ((who, reply),) = self.ask(op, *keys, **more)
+        assert who == self.who
+        return reply
+
+
+def test_every_operation(tmp_path: Path) -> None:
+    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
+    assert anne.one("get", "a").error == "missing"
+    assert anne.one("set", "a", value=b"1").ok
+    assert anne.one("get", "a").value == b"1"
+    assert anne.one("add", "a", amount=4).number == 5
+    assert anne.one("add", "new", amount=-2).number == -2
+    assert anne.one("append", "text", value=b"x").ok and anne.one("append", "text", value=b"y").ok
+    assert anne.one("get", "text").value == b"xy"
+    assert anne.one("add", "text", amount=1).error == "not a number"
+    assert anne.one("check", "a", "text").ok and not anne.one("check", "a", "b").ok
+    assert anne.one("count").number == 3 and anne.one("count", "te").number == 1
+    assert anne.one("delete", "a", "b").number == 1 and not anne.one("check", "a").ok
+    assert anne.one("set").error == "missing"
+
+
+def test_compare_set_is_that_of_torch(tmp_path: Path) -> None:
+    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
+    assert anne.one("compare_set", "k", expected=b"old", value=b"new").value == b"old"
+    assert not anne.one("check", "k").ok
+    assert anne.one("compare_set", "k", value=b"first").value == b"first"
+    reply = anne.one("compare_set", "k", expected=b"other", value=b"no")
+    assert (reply.value, reply.ok) == (b"first", False)
+    assert anne.one("compare_set", "k", expected=b"first", value=b"second").value == b"second"
+
+
+def test_waits_end_by_a_set_a_timeout_or_the_callers_death(tmp_path: Path) -> None:
+    server = KvServer(tmp_path / "kv")
+    anne, bert = Caller(server, ANNE), Caller(server, BERT)
+    assert anne.ask("wait", "x", "y", timeout_s=5.0) == []
+    assert len(bert.ask("set", "x")) == 1
+    replies = bert.ask("set", "y")
+    assert [(who, reply.request_id, reply.error) for who, reply in replies] == [(BERT, 2, ""), (ANNE, 1, "")]
+    assert anne.one("wait", "x").ok
+    assert anne.ask("wait", "never", timeout_s=5.0) == []
+    assert server.expire(4.9) == []
+    assert [(who, reply.error) for who, reply in server.expire(5.0)] == [(ANNE, "timeout")]
+    assert anne.ask("wait", "late") == []
+    server.forget(ANNE)
+    assert len(bert.ask("set", "late")) == 1
+
+
+def test_a_successor_knows_every_answered_change_and_makes_none_twice(tmp_path: Path) -> None:
+    first = KvServer(tmp_path / "kv")
+    anne = Caller(first, ANNE)
+    anne.one("set", "a", value=b"v")
+    assert anne.one("add", "n", amount=1).number == 1
+    with (tmp_path / "kv").open("ab") as log:
+        log.write(b"\0\0\0\x40torn")
+    second = KvServer(tmp_path / "kv")
+    again = Caller(second, ANNE)
+    again.number = 1
+    assert again.one("add", "n", amount=1).number == 1
+    assert again.one("get", "a").value == b"v"
+    assert again.one("add", "n", amount=1).number == 2
+    third = Caller(KvServer(tmp_path / "kv"), BERT)
+    assert third.one("get", "n").value == b"2"
+
+
+def test_limits_and_a_log_that_is_shortened(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kv, "SIZE_BYTES_MAX", 1000)
+    monkeypatch.setattr(kv, "LOG_SIZE_BYTES_MAX", 4000)
+    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
+    for number in range(100):
+        assert anne.one("set", "k", value=b"%d" % number * 50).ok
+    assert (tmp_path / "kv").stat().st_size < 5000
+    assert anne.one("set", "big", value=bytes(2000)).error == "full"
+    assert Caller(KvServer(tmp_path / "kv"), BERT).one("get", "k").value == b"99" * 50
+    anne.server.clear()
+    assert anne.one("count").number == 0 and (tmp_path / "kv").stat().st_size == 0

@@ -1,0 +1,117 @@
+"""What a script meets inside a worker, and how its failures are told."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.runs import Run
+
+pytestmark = pytest.mark.processes
+
+LOOK = """
+import json, os, sys
+import helper
+if os.environ["RANK"] == "1":
+    names = [n for n in os.environ if n.startswith(("TORCHELASTIC", "HOLDFAST", "GROUP", "ROLE", "MASTER"))]
+    print(json.dumps({"argv": sys.argv, "path": sys.path[0], "main": __name__, "file": __file__,
+        "same": sys.modules["__main__"].LOOKED, "helper": helper.VALUE, "sid": os.getsid(0) == os.getpid(),
+        "env": {n: os.environ[n] for n in [*names, "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "X"]}}))
+"""
+
+
+@pytest.mark.parametrize("zygote", [True, False])
+def test_a_script_sees_what_python_and_torchrun_would_show(tmp_path: Path, zygote: bool) -> None:
+    (tmp_path / "helper.py").write_text("VALUE = 7\n")
+    stub = str(tmp_path / "stub")
+    with Run(
+        tmp_path,
+        "LOOKED = 5\n" + LOOK,
+        nproc=2,
+        args=("--a", "b c"),
+        zygote=zygote,
+        env={"X": "y", "PYTHONPATH": stub},
+    ) as run:
+        run.start()
+        assert run.wait() == 0
+        seen = json.loads(run.log(1))
+    assert seen["argv"] == [str(run.script), "--a", "b c"] and seen["path"] == str(tmp_path)
+    assert (seen["main"], seen["file"], seen["same"], seen["helper"]) == ("__main__", str(run.script), 5, 7)
+    env = seen["env"]
+    assert seen["sid"] and env["X"] == "y" and env["OMP_NUM_THREADS"] == "1"
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["TORCHELASTIC_RUN_ID"]) == (
+        "1",
+        "1",
+        "2",
+        "t",
+    )
+    assert env["MASTER_ADDR"] == "127.0.0.1" and int(env["MASTER_PORT"]) > 0
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "0" and env["TORCHELASTIC_MAX_RESTARTS"] == "16"
+
+
+def test_a_module_runs_as_main(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "go.py").write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)\n")
+    with Run(tmp_path, nproc=1, kind="module", target="pack.go", args=("x",), cwd=str(tmp_path)) as run:
+        run.start()
+        assert run.wait() == 0
+        assert run.log(0) == "__main__ ['x'] pack.go\n"
+
+
+def test_an_executable_runs_as_it_is(tmp_path: Path) -> None:
+    with Run(
+        tmp_path, nproc=2, kind="executable", target="/bin/sh", args=("-c", "echo rank $RANK of $WORLD_SIZE")
+    ) as run:
+        run.start()
+        assert run.wait() == 0
+        assert [run.log(0), run.log(1)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+
+
+def test_a_script_that_raises_at_import_is_told_and_not_repeated_for_ever(tmp_path: Path) -> None:
+    with Run(tmp_path, "def f():\n    raise ValueError('no such thing')\nf()\n", nproc=2) as run:
+        run.start()
+        assert run.wait() == 1
+        text = run.log(0)
+        assert "ValueError: no such thing" in text and "in f" in text and "worker.py" not in text
+        message = run.error_file(0)["message"]
+        assert message["message"] == "ValueError: no such thing"
+        assert "Traceback" in message["extraInfo"]["py_callstack"]
+        assert run.nothing_left()
+
+
+def test_a_typed_user_error_ends_the_run_with_bad_input(tmp_path: Path) -> None:
+    script = "from holdfast.errors import StateError\nraise StateError('cannot save X', hint='remove X')\n"
+    with Run(tmp_path, script, nproc=2) as run:
+        run.start()
+        assert run.wait() == 3
+        assert len(run.events("generation_started")) == 1
+        assert "next: remove X" in run.log(0)
+
+
+def test_a_missing_script_is_bad_input(tmp_path: Path) -> None:
+    with Run(tmp_path, nproc=2, target=str(tmp_path / "absent.py")) as run:
+        run.start()
+        assert run.wait() == 3
+        assert "cannot read the training script" in run.log(0)
+
+
+def test_the_codes_of_sys_exit_are_kept(tmp_path: Path) -> None:
+    script = "import os, sys\nsys.exit([0, 7][int(os.environ['RANK'])])\n"
+    with Run(tmp_path, script, nproc=2, max_restarts=0) as run:
+        run.start()
+        assert run.wait() != 0
+        codes = {int(e.data["rank"]): e.data["code"] for e in run.events("member_exited")}
+        assert codes[1] == 7
+
+
+def test_a_death_in_c_is_told_by_its_signal(tmp_path: Path) -> None:
+    with Run(
+        tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", nproc=1, max_restarts=1
+    ) as run:
+        run.start()
+        assert run.wait() != 0
+        assert {e.data["signal"] for e in run.events("member_exited")} == {int(signal.SIGSEGV)}
