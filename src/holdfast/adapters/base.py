@@ -71,6 +71,7 @@ class Adapter(Protocol):
 
     rank: int
     world_size: int
+    scaled: bool  # a gradient scaler is in use: a block without an update had gradients with inf or nan
 
     @property
     def poisoned(self) -> bool:

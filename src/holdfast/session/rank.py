@@ -331,6 +331,15 @@ class Rank:
             self._answer()
             self._wait(lambda: False)
 
+    def await_leave(self) -> None:
+        """User code outside of a step fell over the fault: stay a source of the last-gasp until told to leave.
+
+        Returns only when the job would go on in place, which this process cannot any more.
+        """
+        self.freed()
+        with self.changed:
+            self._wait(lambda: self._resume is not None)
+
     def repeated(self) -> None:
         """A block ran that did not count."""
         if self.client is not None:

@@ -1,8 +1,8 @@
 """Which checkpoint a session starts from: all ranks agree on one, or none of them starts.
 
-Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one; a
-sum over the ranks says whether all could. If not, the next older one follows. Each candidate that was rejected is logged
-with its reason. An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an
+Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one;
+a sum over the ranks says whether all could. If not, the next older one follows. Each rejected candidate is logged with
+its reason. An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an
 error, because somebody saved there and expects to go on.
 """
 

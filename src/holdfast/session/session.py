@@ -20,10 +20,11 @@ from holdfast.adapters.values import Plain
 from holdfast.core.messages import ExitAgreed, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
-from holdfast.errors import StateError, StepError, StoreWriteError, UsageError
+from holdfast.errors import StepError, StoreWriteError, UsageError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
+from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -113,8 +114,7 @@ class Session:
         self._saver = Saver(
             self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals
         )
-        scaled = getattr(self._adapter, "scaled", False)
-        self._blocks = Blocks(self._rank, self._adapter, self, scaled)
+        self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
         restarted = (
             client is not None
@@ -321,23 +321,18 @@ class Session:
         if local is None:
             return None
         self._local = {"loader": local}
+        if self._client is None or self._local_too_large:
+            return None
         payload = encode_values(self._local, "locals")
-        try:
-            return self._fits(payload)
-        except StateError as error:
-            log.warning("holdfast: %s; a lost rank would read its batches of this epoch again", error.message)
-            self._local_too_large = True
-            return None
-
-    def _fits(self, payload: bytes) -> bytes | None:
-        if self._local_too_large or self._client is None:
-            return None
-        from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
-
         if len(payload) > LOCAL_SIZE_BYTES_MAX:
-            raise StateError(
-                f"the data loader's state takes {len(payload)} bytes, more than {LOCAL_SIZE_BYTES_MAX}"
+            self._local_too_large = True
+            log.warning(
+                "holdfast: the data loader's state takes %d bytes, the status page holds %d: should this rank be lost, "
+                "its replacement reads the batches of that epoch again",
+                len(payload),
+                LOCAL_SIZE_BYTES_MAX,
             )
+            return None
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
@@ -392,9 +387,7 @@ class Session:
             if error is None:
                 self._finish()
             elif isinstance(error, Exception):
-                frozen = self._rank.fail() == "aborted"
-                if self._rank.state != "torn":
-                    self._open_saver.rescue(frozen)
+                self._fall(error)
         finally:
             self._watch.stop()
             self._adapter.detach()
@@ -403,6 +396,16 @@ class Session:
             if self._rank.orphaned:
                 raise SystemExit(int(Exit.ORPHANED))
             raise SystemExit(int(Exit.REQUEUE if self._exit_sealed else Exit.UNSAVED))
+
+    def _fall(self, error: Exception) -> None:
+        """An exception leaves the session: what can be kept of the last committed step is kept."""
+        rank = self._rank
+        state = rank.fail()
+        if self._client is not None and (self._adapter.poisoned or rank.fenced):
+            log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, error)
+            rank.await_leave()
+        elif state != "torn":
+            self._open_saver.rescue(state == "aborted")
 
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there."""

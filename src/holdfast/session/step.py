@@ -115,14 +115,12 @@ class Blocks:
         rank: protocol state of this rank.
         adapter: the framework.
         owner: the session.
-        scaled: a gradient scaler is in use, so a block without an update means gradients with inf or nan.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, owner: Owner, scaled: bool) -> None:
+    def __init__(self, rank: Rank, adapter: Adapter, owner: Owner) -> None:
         self._rank = rank
         self._adapter = adapter
         self._owner = owner
-        self._scaled = scaled
         self._current: Step | None = None
         self._tally = Tally(passed=False)
 
@@ -206,7 +204,7 @@ class Blocks:
         if adapter.poisoned or not rank.enter_vote():
             raise StepAborted(adapter.reason)
         rank.enter(Phase.VOTE)
-        nonfinite = self._scaled and not step.updated
+        nonfinite = self._adapter.scaled and not step.updated
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
         self._tally = Tally(passed=False)
         try:

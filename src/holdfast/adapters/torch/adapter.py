@@ -57,6 +57,7 @@ class TorchAdapter:
         self._model = model
         self._seed = seed
         self._scaler = scaler
+        self.scaled = scaler is not None
         optimizers = named_optimizers(optimizer)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
         self._snapshot = Snapshot(self.state)

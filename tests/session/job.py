@@ -1,0 +1,197 @@
+"""A small training with everything that can go wrong for exactness; run as a script, with a session or bare.
+
+Dropout, BatchNorm, accumulation 2, a scheduler, random augmentation in loader workers; DDP, HSDP or one process.
+``python job.py --layout ddp --steps 12 --result DIR [--bare] [--cut RANK@STEP] ...`` writes one digest per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import holdfast
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.rng import reseed, sample_seed, seed_all
+
+SEED = 7
+WIDTH = 24
+BATCH = 8
+EPOCH_STEPS = 5
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with augmentation from torch's default generator; ``epoch`` set: seeds it itself (the bare loop)."""
+
+    def __init__(self, length: int, epoch: int | None) -> None:
+        self.length = length
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.epoch is not None:
+            seed_all(sample_seed(SEED, self.epoch, index))
+        x = torch.linspace(0, 1 + index % 5, WIDTH) + 0.1 * torch.randn(WIDTH)
+        return x, x.sin().sum()
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.body = nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape [batch, WIDTH] -> [batch]."""
+        out: Tensor = self.last(self.body(self.norm(self.first(x)))).squeeze(-1)
+        return out
+
+
+def build(layout: str, world: int) -> tuple[Net, nn.Module]:
+    """The plain model and the wrapped one."""
+    torch.manual_seed(SEED)
+    net = Net()
+    wrapped: nn.Module = net
+    if layout == "ddp":
+        wrapped = DistributedDataParallel(net)
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net.body, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    return net, wrapped
+
+
+def gradients(wrapped: nn.Module, batch: Any) -> None:
+    """Two micro-batches, gradients travel in the second."""
+    halves = list(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
+    for number, (x, y) in enumerate(halves):
+        last = number == 1
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_requires_gradient_sync(last)
+        hold = isinstance(wrapped, DistributedDataParallel) and not last
+        with wrapped.no_sync() if hold else nullcontext():  # type: ignore[operator]
+            loss = ((wrapped(x) - y) ** 2).mean() / 2
+            loss.backward()
+
+
+def digest(net: Net, optimizer: torch.optim.Optimizer, lr: float, *, buffers: bool) -> str:
+    """Weights, optimizer state, learning rate (and buffers) of this rank."""
+    total = xxhash.xxh3_128(repr(lr).encode())
+    tensors = [*net.parameters(), *(net.buffers() if buffers else ())]
+    for parameter in net.parameters():
+        tensors += [v for v in optimizer.state[parameter].values() if isinstance(v, Tensor)]
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        total.update(local.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+class Faults:
+    """What this rank does to itself, once."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        self.cut = self._at(arguments.cut, rank)
+        self.die = self._at(arguments.die, rank)
+        self.ask = self._at(arguments.ask_exit, rank)
+
+    def _at(self, spec: str, rank: int) -> int:
+        at_rank, _, step = spec.partition("@")
+        return int(step) if at_rank and int(at_rank) == rank else -1
+
+    def run(self, step: int, marker: Path) -> None:
+        """In the middle of a step."""
+        if step == self.cut:
+            self.cut = -1
+            for inner in fabric()._inners():
+                inner.sever()
+        if step == self.die and not marker.exists():
+            marker.write_text("")
+            os.kill(os.getpid(), 9)
+        if step == self.ask and not marker.exists():
+            marker.write_text("")
+            os.kill(os.getpid(), 12)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layout", default="ddp")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--checkpoint", default=None)
+    parser.add_argument("--save-every", type=int, default=None)
+    parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--cut", default="")
+    parser.add_argument("--die", default="")
+    parser.add_argument("--ask-exit", default="")
+    arguments = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo")
+    net, wrapped = build(arguments.layout, world)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
+    data = Noisy(EPOCH_STEPS * BATCH * world, 0 if arguments.bare else None)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, seed=SEED)
+    loader = DataLoader(data, BATCH, sampler=sampler, num_workers=2)
+    arguments.result.mkdir(parents=True, exist_ok=True)
+
+    def update(batch: Any) -> None:
+        gradients(wrapped, batch)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    if arguments.bare:
+        step = 0
+        for epoch in range(-(-arguments.steps // EPOCH_STEPS)):
+            sampler.set_epoch(epoch)
+            data.epoch = epoch
+            for batch in loader:
+                if step < arguments.steps:
+                    reseed(SEED, rank, step)
+                    update(batch)
+                    step += 1
+    else:
+        faults = Faults(arguments, rank)
+        with holdfast.session(
+            model=wrapped,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            checkpoint=arguments.checkpoint,
+            seed=SEED,
+            save_every_steps=arguments.save_every,
+        ) as s:
+            for step_ in s.steps(loader, until=arguments.steps):
+                with step_ as batch:
+                    faults.run(step_.number, arguments.result / f"fault-{rank}")
+                    update(batch)
+    # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
+    text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
+    (arguments.result / f"rank-{rank}.json").write_text(json.dumps({"digest": text, "pid": os.getpid()}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
