@@ -187,7 +187,9 @@ def check_coverage(index: Index, where: Path) -> None:
             raise CheckpointInvalid(f"{where}: no intact copy of {tensor.fqn}{holes[0]}{cause}")
 
 
-def check_contents(directory: Directory, index: Index, threads: int, progress: Progress) -> tuple[str, ...]:
+def check_contents(
+    directory: Directory, index: Index, threads: int, progress: Progress = _quiet
+) -> tuple[str, ...]:
     """Hash every extent of every intact file; returns what is damaged.
 
     Raises:

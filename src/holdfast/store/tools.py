@@ -1,0 +1,209 @@
+"""What people do with checkpoints outside a run: list holders, merge into one file, repair from copies.
+
+Theory. Merging streams the tensors slab by slab through the verifying reader, so its memory is bounded by one slab
+and its output can be trusted as much as a load. Repairing rebuilds a damaged shard from the other copies; the
+result must reproduce the digests of the manifest, so a repaired file is the original file.
+
+Invariants:
+1. An output appears whole or not at all, and never replaces an existing file (a repaired shard replaces a damaged one).
+2. Nothing unverified is copied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
+from holdfast.store import manifest as form
+from holdfast.store.codec import dcp_metadata, encode_header
+from holdfast.store.files import Directory, write_at
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
+from holdfast.store.manifest import BoxRecord, RankManifest
+from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.validity import check_contents, read_index, seal_of
+
+SLAB_SIZE_BYTES = 64 * 1024 * 1024
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """One box and the ranks that held identical copies of it when it was saved."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    box: Box
+    ranks: tuple[int, ...]
+
+
+class Repaired(msgspec.Struct, frozen=True):
+    """Names of the files that were rebuilt; ``sealed``: the checkpoint is complete and sealed again."""
+
+    rebuilt: tuple[str, ...]
+    sealed: bool
+
+
+def holdings(path: Path, pattern: str = "*") -> list[Holding]:
+    """Who holds what, by tensor name pattern.
+
+    Raises:
+        CheckpointInvalid: the checkpoint cannot be believed.
+    """
+    catalogue = load_catalogue(path)
+    return [
+        Holding(t.fqn, t.dtype, t.shape, e.box, catalogue.members(e.classes))
+        for t in catalogue.tensors
+        for e in t.boxes
+        if fnmatchcase(t.fqn, pattern)
+    ]
+
+
+def merge(
+    path: Path, target: Path, *, file_size_bytes_max: int = 0, progress: Callable[[int], object] = int
+) -> tuple[str, ...]:
+    """Write all tensors, whole, as one safetensors file, or as several with an index in the Hugging Face form.
+
+    Args:
+        target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make.
+        progress: called with the size in bytes of every slab written.
+
+    Returns:
+        The paths of the files made.
+
+    Raises:
+        UsageError: the target exists.
+        CheckpointInvalid: a damaged checkpoint.
+        StoreWriteError: the output cannot be written.
+    """
+    catalogue = load_catalogue(path)
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"{target.absolute().parent} is not a directory")
+    if not file_size_bytes_max:
+        with Directory.open(target.absolute().parent) as directory:
+            _merge_file(path, catalogue, [t.fqn for t in catalogue.tensors], directory, target.name, progress)
+        return (str(target),)
+    groups: list[list[str]] = [[]]
+    size_bytes = 0
+    for tensor in catalogue.tensors:
+        if groups[-1] and size_bytes + tensor.size_bytes > file_size_bytes_max:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(tensor.fqn)
+        size_bytes += tensor.size_bytes
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    with Directory.create(target.absolute().parent, target.name) as directory:
+        for name, group in zip(names, groups, strict=True):
+            _merge_file(path, catalogue, group, directory, name, progress)
+        weights = {fqn: name for name, group in zip(names, groups, strict=True) for fqn in group}
+        index = {"metadata": {"total_size": catalogue.size_bytes}, "weight_map": weights}
+        directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1), "merge")
+    return tuple(str(target / name) for name in (*names, INDEX_NAME))
+
+
+def _merge_file(
+    path: Path,
+    catalogue: Catalogue,
+    names: list[str],
+    directory: Directory,
+    name: str,
+    progress: Callable[[int], object],
+) -> None:
+    """One output file with the named tensors."""
+    entries = sorted(
+        (catalogue.by_fqn[fqn] for fqn in names), key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn)
+    )
+    head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
+    with directory.temporary(name, "merge") as fd:
+        write_at(fd, 0, memoryview(head), directory.path / name)
+        for place in header.tensors:
+            offset = place.start
+            for box in _slabs(place.shape, DTYPE_SIZE_BYTES[place.dtype]):
+                data = _fetch(path, catalogue, place.fqn, place.dtype, place.shape, box)
+                write_at(fd, offset, data, directory.path / name)
+                offset += len(data)
+                progress(len(data))
+    directory.sync()
+
+
+def _fetch(path: Path, catalogue: Catalogue, fqn: str, dtype: str, shape: Shape, box: Box) -> memoryview:
+    """The verified bytes of one box."""
+    data = memoryview(bytearray(box.numel * DTYPE_SIZE_BYTES[dtype]))
+    load_into(path, [Target(fqn, box, dtype, data, shape)], known=catalogue.by_fqn)
+    return data
+
+
+def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[Box]:
+    """A tensor in C order as boxes of about ``SLAB_SIZE_BYTES``, at least one row each."""
+    whole = Box.whole(shape)
+    axis = next((d for d, n in enumerate(shape) if n > 1), None)
+    if axis is None or not whole.numel:
+        yield whole
+        return
+    row_size_bytes = whole.numel // shape[axis] * item_size_bytes
+    rows = max(1, SLAB_SIZE_BYTES // row_size_bytes)
+    for first in range(0, shape[axis], rows):
+        count = min(rows, shape[axis] - first)
+        yield Box(
+            (*(0,) * axis, first, *(0,) * (len(shape) - axis - 1)), (*(1,) * axis, count, *shape[axis + 1 :])
+        )
+
+
+def repair(path: Path) -> Repaired:
+    """Rebuild damaged or missing shard files from other copies, and the seal.
+
+    Raises:
+        CheckpointInvalid: what is left does not hold everything; nothing was changed.
+        StoreWriteError: a file cannot be written.
+    """
+    with Directory.open(path) as directory:
+        index = read_index(directory)
+        damage = (*index.damage, *check_contents(directory, index, threads=2))
+        rebuilt: list[str] = []
+        for manifest in index.manifests.values():
+            for number, entry in enumerate(manifest.files):
+                if any(f"{directory.path / entry.name}:" in line for line in damage):
+                    _rebuild(directory, index.catalogue, manifest, number)
+                    rebuilt.append(entry.name)
+        left = check_contents(directory, read_index(directory), threads=2)
+        if left:
+            raise CheckpointInvalid(f"after the repair: {left[0]}")
+        directory.sync()
+        data = seal_of(index)
+        if not directory.exists(form.SEAL_NAME) or directory.read(form.SEAL_NAME, 2**30) != data:
+            directory.write(form.SEAL_NAME, data, "repair")
+            rebuilt.append(form.SEAL_NAME)
+    return Repaired(tuple(rebuilt), True)
+
+
+def _rebuild(directory: Directory, catalogue: Catalogue, manifest: RankManifest, number: int) -> None:
+    """Write one shard file again; its digests must come out as the manifest says."""
+    entry = manifest.files[number]
+    records = [r for r in manifest.tensors if r.file == number]
+    head, header = encode_header(
+        [(r.fqn, r.dtype, r.sizes) for r in records],
+        dcp_metadata({r.fqn: r.box for r in records}, manifest.save_id.directory()),
+    )
+    if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
+        raise StoreWriteError(
+            f"{directory.path / entry.name}: was written by another version; it cannot be rebuilt"
+        )
+    with directory.temporary(entry.name, "repair") as fd:
+        write_at(fd, 0, memoryview(head), directory.path / entry.name)
+        for record, place in zip(records, header.tensors, strict=True):
+            data = _fetch(directory.path, catalogue, record.fqn, record.dtype, record.shape, record.box)
+            _check_digests(data, record, manifest.extent_size_bytes, directory.path / entry.name)
+            write_at(fd, place.start, data, directory.path / entry.name)
+
+
+def _check_digests(data: memoryview, record: BoxRecord, extent_size_bytes: int, path: Path) -> None:
+    for n, digest in enumerate(record.digests):
+        if xxhash.xxh3_64_hexdigest(data[n * extent_size_bytes : (n + 1) * extent_size_bytes]) != digest:
+            raise CheckpointInvalid(f"{path}: the copies of {record.fqn}{record.box} differ")

@@ -1,0 +1,175 @@
+"""Merging, repairing, policies and the ckpt commands on real checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.cli.ckpt import ranges
+from holdfast.cli.main import answer
+from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.store import tools
+from holdfast.store.codec import decode_header
+from holdfast.store.policy import best_interval_s, retention
+from holdfast.store.root import Root
+from holdfast.store.tools import holdings, merge, repair
+from holdfast.store.validity import inspect
+from tests.store.test_damage import flip, load
+from tests.store.worlds import World, grid, pipeline, random_array, replicated, save, save_id
+
+ARRAYS = {
+    "w": random_array((40, 30), "float32", 1),
+    "deep": random_array((1, 9, 500), "float64", 2),
+    "s": np.array(5, np.int64),
+    "e": np.zeros((0, 3), np.int16),
+}
+
+
+def sharded(tmp_path: Path) -> tuple[Path, World]:
+    """Three ranks: one tensor by rows, the others everywhere."""
+    world = World(3, dict(ARRAYS), [[] for _ in range(3)])
+    for rank in range(3):
+        whole = [(f, grid(a.shape, {})[0]) for f, a in ARRAYS.items() if f != "w"]
+        world.held[rank] = [("w", grid((40, 30), {0: 3})[rank]), *whole]
+    save(tmp_path, world, save_id())
+    return tmp_path / save_id().directory(), world
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Bytes of each tensor of a safetensors file."""
+    data = path.read_bytes()
+    return {t.fqn: data[t.start : t.stop] for t in decode_header(data, len(data), str(path)).tensors}
+
+
+@pytest.mark.parametrize("slab_size_bytes", [100, 10_000, 2**26])
+def test_merge_gives_the_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_size_bytes: int
+) -> None:
+    monkeypatch.setattr(tools, "SLAB_SIZE_BYTES", slab_size_bytes)
+    path, world = sharded(tmp_path)
+    done: list[int] = []
+    assert merge(path, tmp_path / "one.safetensors", progress=done.append) == (
+        str(tmp_path / "one.safetensors"),
+    )
+    assert contents(tmp_path / "one.safetensors") == {f: a.tobytes() for f, a in world.arrays.items()}
+    assert sum(done) == sum(a.nbytes for a in world.arrays.values())
+    with pytest.raises(UsageError, match="exists"):
+        merge(path, tmp_path / "one.safetensors")
+
+
+def test_merge_into_several_files_with_an_index(tmp_path: Path) -> None:
+    path, world = sharded(tmp_path)
+    made = merge(path, tmp_path / "hf", file_size_bytes_max=20_000)
+    index = json.loads((tmp_path / "hf" / tools.INDEX_NAME).read_text())
+    assert set(index["weight_map"]) == set(world.arrays) and len(made) == 3
+    for fqn, name in index["weight_map"].items():
+        assert contents(tmp_path / "hf" / name)[fqn] == world.arrays[fqn].tobytes()
+
+
+def test_merge_of_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    path, _ = sharded(tmp_path)
+    shard = next(p for p in sorted(path.glob("shard-*")) if p.stat().st_size > 4200)
+    flip(shard, shard.stat().st_size - 1)
+    with pytest.raises(CheckpointInvalid, match=shard.name):
+        merge(path, tmp_path / "one.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_repair_rebuilds_the_original_files_from_copies(tmp_path: Path) -> None:
+    world = replicated(3, ARRAYS)
+    save(tmp_path, world, save_id(), copies=2)
+    path = tmp_path / save_id().directory()
+    assert repair(path).rebuilt == ()
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    shards = sorted(path.glob("shard-*"))
+    flip(shards[0], shards[0].stat().st_size - 1)
+    (path / "SEALED").unlink()
+    assert repair(path).rebuilt == (shards[0].name, "SEALED")
+    shards[1].unlink()
+    assert repair(path).rebuilt == (shards[1].name,)
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    load(path, world)
+
+
+def test_repair_without_copies_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path, _ = sharded(tmp_path)
+    shard = next(p for p in sorted(path.glob("shard-*")) if p.stat().st_size > 4200)
+    flip(shard, shard.stat().st_size - 1)
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    with pytest.raises(CheckpointInvalid, match="no intact copy"):
+        repair(path)
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+
+
+def test_holdings_name_the_redundancy_groups(tmp_path: Path) -> None:
+    save(tmp_path, pipeline(), save_id())
+    found = {(h.fqn, h.ranks) for h in holdings(tmp_path / save_id().directory())}
+    assert found == {("stage0.weight", (0, 1)), ("stage1.weight", (2, 3)), ("step", (0, 1, 2, 3))}
+    assert [h.fqn for h in holdings(tmp_path / save_id().directory(), "st*1.*")] == ["stage1.weight"]
+
+
+def test_retention_keeps_the_newest_and_one_per_distance(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20, 25, 30):
+        save(tmp_path, pipeline(edge=4), save_id(step))
+    Root(tmp_path).prune(retention(2, every_steps=10))
+    assert [v.step for v in Root(tmp_path).list()] == [30, 25, 20, 10, 5]
+    for keep, every in ((0, 0), (1, -1)):
+        with pytest.raises(UsageError):
+            retention(keep, every)
+
+
+def test_youngs_interval() -> None:
+    assert math.isclose(best_interval_s(0.5, 3600), 60)
+    with pytest.raises(UsageError):
+        best_interval_s(0, 3600)
+
+
+def test_rank_ranges() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """One ``holdfast ckpt`` command: exit code, output, errors."""
+    code = answer(["ckpt", *args])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "root"
+    for step in (10, 20):
+        save(root, pipeline(edge=4), save_id(step))
+    shard = root / save_id(20).directory() / "shard-r00000-000.safetensors"
+    code, out, _ = run(capsys, "ls", str(root))
+    assert code == 0 and out.count("sealed") == 2 and save_id(20).directory() in out
+    code, out, _ = run(capsys, "show", f"{root}@10")
+    assert code == 0 and "stage1.weight" in out and "step 10, sealed, 4 ranks" in out
+    assert json.loads(run(capsys, "show", str(root), "--json")[1])["checkpoint"]["step"] == 20
+    code, out, _ = run(capsys, "verify", str(root))
+    assert code == 0 and "3 tensors" in out
+    code, out, _ = run(capsys, "holders", str(root), "stage0*")
+    assert code == 0 and "0-1" in out
+    assert json.loads(run(capsys, "holders", str(root), "step", "--json")[1])[0]["ranks"] == [0, 1, 2, 3]
+    assert run(capsys, "repair", str(root))[0] == 0
+    code, out, _ = run(capsys, "merge", str(root), str(tmp_path / "all.safetensors"))
+    assert code == 0 and "stage0.weight" in contents(tmp_path / "all.safetensors")
+    flip(shard, shard.stat().st_size - 1)
+    code, _, err = run(capsys, "verify", str(shard.parent))
+    assert code == 3 and shard.name in err and "next: holdfast ckpt ls" in err
+    assert json.loads(run(capsys, "ls", str(root), "--deep", "--json")[1])[0]["valid"] is False
+    code, out, _ = run(capsys, "prune", str(root), "--keep", "1", "--dry-run")
+    assert code == 0 and "would remove" in out and len(Root(root).names()) == 2
+    code, out, _ = run(capsys, "prune", str(root), "--keep", "1")
+    assert code == 0 and len(Root(root).names()) == 1
+
+
+def test_commands_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "show", str(tmp_path / "nowhere"))[0] == 2
+    code, _, err = run(capsys, "verify", str(tmp_path))
+    assert code == 3 and "no valid checkpoint" in err
+    assert run(capsys, "prune", str(tmp_path), "--keep", "0")[0] == 2
+    assert inspect(tmp_path / "nowhere").reason.endswith("does not exist")
