@@ -349,7 +349,7 @@ class Recovery:
     def _failures(self) -> tuple[Failure, ...]:
         """The exception that caused this, unless a death came first or it is what a lost peer causes."""
         found = [f for f in self.faults if "planned" not in f.passed]
-        if any(f.kind != "exception" for f in found):
+        if any(f.kind not in ("exception", "silent") for f in found):  # silent: our own kill, it came after
             return ()
         causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
         return tuple(causes[:1])

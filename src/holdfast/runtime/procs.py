@@ -321,15 +321,18 @@ class Processes:
         return self._zygote is not None or otherwise
 
     async def _end_zygote(self) -> None:
-        """A zygote that still imports cannot hear Quit: it is killed."""
-        process = self._zygote_process
-        if process is None:
+        """A zygote that still imports cannot hear Quit: it is killed, like one that does not end."""
+        endpoint, process = self._run.read_endpoint("zygote"), self._zygote_process
+        pid = process.pid if process is not None else endpoint.pid if endpoint is not None else 0
+        if not pid:
             return
-        try:
-            await asyncio.to_thread(process.wait, QUIT_WAIT_S if self._zygote is not None else 0.0)
-        except subprocess.TimeoutExpired:
+        if self._zygote is not None:
+            await wait_gone(pid, QUIT_WAIT_S)
+        if process is not None:
             process.kill()
             process.wait()
+        elif belongs(pid, self._run):
+            os.kill(pid, signal.SIGKILL)
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
 
     def _python(self) -> str:

@@ -155,8 +155,8 @@ def _report(client: Client, error: BaseException) -> int:
     error.__traceback__ = tail
     sys.excepthook(type(error), error, tail)
     text = "".join(traceback.format_exception(error))[-TEXT_SIZE_MAX:]
-    what = f"{type(error).__name__}: {error}"[:TEXT_SIZE_MAX]
-    _write_error_file(what, text)
+    what = str(error)[:TEXT_SIZE_MAX]
+    _write_error_file(f"{type(error).__name__}: {what}", text)
     if client.fenced:
         return int(Exit.RESTART)
     user_error = isinstance(error, UserError | StoreError)
