@@ -188,7 +188,7 @@ def _progress(name: str, size_bytes: int, *, quiet: bool) -> Iterator[Callable[[
     columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(name, total=size_bytes)
-        yield lambda size: bar.advance(task, size)
+        yield lambda size_bytes: bar.advance(task, size_bytes)
 
 
 def _valid(path: Path) -> Validity:

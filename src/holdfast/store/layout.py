@@ -418,8 +418,8 @@ def _minus(box: Box, cover: Box) -> list[Box]:
     return pieces
 
 
-def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, size: int) -> Box:
-    return Box((*offsets[:d], offset, *offsets[d + 1 :]), (*sizes[:d], size, *sizes[d + 1 :]))
+def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, length: int) -> Box:
+    return Box((*offsets[:d], offset, *offsets[d + 1 :]), (*sizes[:d], length, *sizes[d + 1 :]))
 
 
 def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
