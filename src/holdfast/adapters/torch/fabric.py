@@ -103,6 +103,7 @@ class Fabric:
         self._lock = threading.RLock()
         self.epoch = 0  # grows with every reconfigure: a late error of an older epoch is no news
         self._poisonings = 0
+        self._news = ""  # reason of the last poisoning
         self._groups: list[Handle] = []
         self._pending: dict[int, Pending] = {}
         self._graveyard: list[Inner] = []
@@ -152,6 +153,7 @@ class Fabric:
         """
         with self._lock:
             self._poisonings += 1
+            self._news = reason
             if not self.poisoned:
                 self.reason = reason
                 self.poisoned = True
@@ -273,7 +275,7 @@ class Fabric:
     def stopped(self) -> Callable[[], str]:
         """A predicate that becomes non-empty (the reason) when this process is poisoned from now on."""
         seen = self._poisonings
-        return lambda: self.reason if self._poisonings != seen else ""
+        return lambda: self._news if self._poisonings != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
         """Give every group fresh connections under ``generation``; clears poison and loopback.
@@ -309,7 +311,7 @@ class Fabric:
             group.rebuild(generation)
         with self._lock:
             if self._poisonings != seen:
-                raise GroupError(f"another fault while the groups were rebuilt: {self.reason}")
+                raise GroupError(f"another fault while the groups were rebuilt: {self._news}")
             self.poisoned = False
             self.reason = ""
             self.looped = False
