@@ -343,18 +343,18 @@ class StatefulSource:
         """Iterate over ``epoch``: from the restored state, else from its start (``skip`` batches are read again)."""
         _set_epoch(epoch, self._loader, getattr(self._loader, "sampler", None))
         _shut(self._iterator)
-        with isolated():
-            seed_all(order_seed(self._seed, epoch, self._rank))
-            self._iterator = iter(self._loader)
-        if skip and not self._restored:
+        first = skip if self._restored else 0
+        self._restored = False
+        if skip > first:
             log.warning(
                 "holdfast: no saved state of the data loader on this rank: reading %d batches again", skip
             )
-            for _ in _take(self._iterator, skip):
-                pass
-        self._restored = False
-        made: Iterator[Any] = self._iterator
-        return made
+        return self._walk(epoch, first, skip)
+
+    def _walk(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
+        seed_all(order_seed(self._seed, epoch, self._rank))
+        self._iterator = iter(self._loader)
+        yield from _seeded_walk(self._iterator, self._seed, epoch, first, skip, self._rank)
 
     def local_state(self) -> Plain:
         """The loader's ``state_dict`` as plain values."""
@@ -399,17 +399,7 @@ class ReplaySource:
     def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
         seed_all(order_seed(self._seed, epoch, self._rank))
         self._iterator = iter(self._loader)
-        batch = 0
-        while True:
-            # What an iterable draws in this process must not depend on what the steps between drew.
-            seed_all(fetch_seed(self._seed, epoch, batch, self._rank))
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                return
-            if batch >= skip:
-                yield item
-            batch += 1
+        yield from _seeded_walk(self._iterator, self._seed, epoch, 0, skip, self._rank)
 
     def local_state(self) -> Plain:
         """Nothing."""
@@ -422,6 +412,25 @@ class ReplaySource:
         """Stop loader workers."""
         _shut(self._iterator)
         self._iterator = None
+
+
+def _seeded_walk(
+    iterator: Iterator[Any], seed: int, epoch: int, batch: int, skip: int, rank: int
+) -> Iterator[Any]:
+    """Items from number ``batch`` on, those below ``skip`` dropped.
+
+    What an iterable draws in this process must not depend on what the steps between drew; samplers draw their order
+    with the first item.
+    """
+    while True:
+        seed_all(fetch_seed(seed, epoch, batch, rank) if batch else order_seed(seed, epoch, rank))
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        if batch >= skip:
+            yield item
+        batch += 1
 
 
 def _inline(value: Any, path: str) -> Plain:

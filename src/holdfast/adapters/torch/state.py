@@ -1,9 +1,9 @@
 """The training state as named tensors and plain values: what is saved, and how it comes back.
 
 Theory. Everything that training changes is either a tensor, known by a name and by the boxes this rank holds of it, or
-a plain value. ``collect`` walks the state once and returns both; a *frozen* collection reads buffers, schedulers, scaler
-and tentatively updated weights from the copies made at the start of the step, so that it shows the last committed step
-although the main thread may still be inside an aborted one.
+a plain value. ``collect`` walks the state once and returns both; a *frozen* collection reads buffers, schedulers,
+scaler and tentatively updated weights from the copies made at the start of the step, so that it shows the last
+committed step although the main thread may still be inside an aborted one.
 
 Names: parameters and buffers as the user's module spells them; ``optimizer.<name>.<parameter>.<key>``;
 ``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. All buffers are saved, those that a module does

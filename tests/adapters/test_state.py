@@ -1,0 +1,249 @@
+"""Names, boxes, capture and restore of the training state in one process."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast.adapters.torch.boxes import DTYPES, byte_view, parts_of
+from holdfast.adapters.torch.naming import names_of
+from holdfast.adapters.torch.optim import Undo, named_optimizers
+from holdfast.adapters.torch.snapshot import Snapshot
+from holdfast.adapters.torch.state import TorchState
+from holdfast.adapters.values import join, split
+from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.store.layout import Box, Catalogue
+from holdfast.store.values import decode_values, encode_values
+
+pytestmark = pytest.mark.torch
+
+
+class Net(nn.Module):
+    """Tied weights, a non-persistent buffer, batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape [n, 4] -> [n, 4]."""
+        out: torch.Tensor = self.norm(self.b(self.a(x)))
+        return out
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One update."""
+    net(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copy_over(source: TorchState, target: TorchState) -> None:
+    """Save ``source`` to memory and restore it into ``target``."""
+    collected = source.collect()
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    values = decode_values(encode_values(collected.values))
+    assert isinstance(values, dict)
+    restore = target.restore(catalogue, values)
+    for meta, data in restore.buffers():
+        data[:] = collected.view(meta.fqn, meta.box)
+    restore.finish()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal trees, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return bool(torch.equal(a, b)) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_names_hide_wrappers_and_tie_weights() -> None:
+    net = Net()
+    compiled: Any = torch.compile(net, backend="eager")
+    for model in (net, compiled):
+        names = names_of(model)
+        assert list(names.parameters) == ["a.weight", "a.bias", "b.bias", "norm.weight", "norm.bias"]
+        assert names.aliases == {"b.weight": "a.weight"}
+        assert "mask" in [slot.fqn for slot in names.buffers]
+    assert "g.a.weight" in names_of({"g": net, "d": Net()}).parameters
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_every_dtype_has_bytes(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, 3).to(dtype)
+    assert len(byte_view(tensor)) == 6 * tensor.element_size()
+    assert [p.box for p in parts_of(tensor, "x")] == [Box.whole((2, 3))]
+    assert len(byte_view(torch.tensor(1.0))) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.01),
+        lambda p: torch.optim.Adagrad(p, lr=0.01),
+        lambda p: torch.optim.LBFGS(p, lr=0.01, history_size=2, max_iter=2),
+    ],
+    ids=["adamw", "momentum", "sgd", "adagrad", "lbfgs"],
+)
+def test_optimizer_state_comes_back(make: Any) -> None:
+    def train(net: Net, optimizer: Any, count: int) -> None:
+        for number in range(count):
+            torch.manual_seed(number)
+            x = torch.randn(6, 4)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = net(x).square().mean()  # noqa: B023
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    first, second = Net(), Net()
+    one, two = make(list(first.parameters())), make(list(second.parameters()))
+    train(first, one, 3)
+    copy_over(TorchState(first, {"default": one}), TorchState(second, {"default": two}))
+    assert same(one.state_dict(), two.state_dict())
+    train(first, one, 2)
+    train(second, two, 2)
+    assert same(first.state_dict(), second.state_dict())
+    assert same(one.state_dict(), two.state_dict())
+
+
+def test_everything_else_comes_back() -> None:
+    def make() -> tuple[TorchState, dict[str, Any]]:
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        schedule: Any = torch.optim.lr_scheduler
+        schedulers = {
+            "steps": schedule.MultiStepLR(optimizer, [1, 4, 4]),
+            "plateau": schedule.ReduceLROnPlateau(optimizer),
+        }
+        extras: dict[str, Any] = {"ema": Net(), "best": 0.0, "seen": {}, "gen": torch.Generator()}
+        scaler = torch.amp.GradScaler("cpu")
+        state = TorchState(net, {"default": optimizer}, schedulers, scaler, extras)
+        return state, {
+            "optimizer": optimizer,
+            "schedulers": schedulers,
+            "scaler": scaler,
+            "extras": extras,
+            "net": net,
+        }
+
+    state, parts = make()
+    parts["scaler"].scale(torch.ones(1))
+    step(parts["net"], parts["optimizer"])
+    for scheduler in parts["schedulers"].values():
+        scheduler.step(*([1.0] if "Plateau" in type(scheduler).__name__ else []))
+    parts["extras"].update(best=float("inf"), seen={"a": [1, (2, b"x")], 7: Counter(x=2)})
+    other, again = make()
+    seen = again["extras"]["seen"]
+    copy_over(state, other)
+    for name, scheduler in parts["schedulers"].items():
+        assert scheduler.state_dict() == again["schedulers"][name].state_dict()
+    assert parts["scaler"].state_dict() == again["scaler"].state_dict()
+    assert same(parts["extras"]["ema"].state_dict(), again["extras"]["ema"].state_dict())
+    assert again["extras"]["best"] == float("inf")
+    assert again["extras"]["seen"] is seen and seen == parts["extras"]["seen"]
+    assert parts["optimizer"].param_groups[0]["lr"] == again["optimizer"].param_groups[0]["lr"]
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    net = Net()
+    optimizer = {"default": torch.optim.SGD(net.parameters())}
+    with pytest.raises(StateError, match=r"state\.thing\.inner\.1: an object of type .*Exception"):
+        TorchState(net, optimizer, extras={"thing": {"inner": [1, Exception()]}})
+    with pytest.raises(StateError, match="not in the model"):
+        TorchState(net, {"x": torch.optim.SGD([nn.Parameter(torch.ones(3))])})
+    with pytest.raises(StateError, match="meta"):
+        TorchState(nn.Linear(2, 2, device="meta"), {})
+    with pytest.raises(UsageError, match="not a torch"):
+        names_of([net])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="optimizer got a int"):
+        named_optimizers([1])
+
+
+def test_optimizers_that_communicate_are_refused() -> None:
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    with pytest.raises(UnsupportedError, match="ZeroRedundancyOptimizer"):
+        named_optimizers(kind([nn.Parameter(torch.ones(2))]))
+
+
+def test_other_optimizers_do_not_fit() -> None:
+    net = Net()
+    state = TorchState(net, {"default": torch.optim.SGD(net.parameters())})
+    with pytest.raises(CheckpointMismatch, match="optimizers"):
+        copy_over(state, TorchState(net, {"other": torch.optim.SGD(net.parameters())}))
+
+
+def test_snapshot_puts_back_what_forward_changes() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = TorchState(net, {"default": optimizer}, scheduler, extras={"log": [1]})
+    step(net, optimizer)
+    snapshot = Snapshot(state)
+    snapshot.take()
+    buffers = {k: v.clone() for k, v in net.named_buffers()}
+    rate, schedule = optimizer.param_groups[0]["lr"], scheduler.state_dict().copy()
+    net(torch.randn(6, 4)).sum().backward()
+    net.mask = torch.zeros(3)
+    scheduler.step()
+    state.extras["log"].append(2)
+    frozen = state.collect(snapshot.copies())
+    assert torch.equal(frozen.tensors["norm.running_mean"], buffers["norm.running_mean"])
+    assert torch.equal(frozen.tensors["mask"], torch.ones(3))
+    assert frozen.values["schedulers"]["default"]["last_epoch"] == schedule["last_epoch"]
+    snapshot.restore()
+    assert same(dict(net.named_buffers()), buffers)
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert scheduler.state_dict() == schedule
+    assert state.extras["log"] == [1]
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_undo_takes_updates_back() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    state = TorchState(net, {"default": optimizer})
+    snapshot = Snapshot(state)
+    for _ in range(2):  # without, then with, state to go back to
+        snapshot.take()
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        held = {k: v["exp_avg"].clone() for k, v in optimizer.state_dict()["state"].items()}
+        snapshot.undo.record(optimizer)
+        step(net, optimizer)
+        frozen = state.collect(snapshot.copies())
+        assert torch.equal(frozen.tensors["a.weight"], before["a.weight"])
+        assert ("optimizer.default.a.weight.exp_avg" in frozen.tensors) == bool(held)
+        snapshot.restore()
+        assert same(net.state_dict(), before)
+        assert same({k: v["exp_avg"] for k, v in optimizer.state_dict()["state"].items()}, held)
+        step(net, optimizer)
+    assert Undo().weights() == {}
+
+
+def test_values_that_the_store_does_not_know() -> None:
+    value = {"d": deque([1, 2], maxlen=3), "s": {3, 1}, "f": frozenset("a"), "n": np.int32(5), "t": (1, [2])}
+    plain = decode_values(encode_values(split(value, "x")))
+    assert join(plain, lambda leaf: leaf) == value
+    assert join(plain, lambda leaf: leaf)["d"].maxlen == 3
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(StateError, match="contain itself"):
+        split(loop, "x")
