@@ -170,6 +170,7 @@ def test_stateful_loader(workers: int) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def feed() -> Feed:
+        torch.manual_seed(0)  # its sampler draws a seed when it is made
         loader = StatefulDataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=workers)
         source = make_source(loader, 1, 0)
         assert isinstance(source, StatefulSource)

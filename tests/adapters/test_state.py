@@ -109,7 +109,7 @@ def test_optimizer_state_comes_back(make: Any) -> None:
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
                 loss: torch.Tensor = net(x).square().mean()  # noqa: B023
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             optimizer.step(closure)
