@@ -67,13 +67,14 @@ REMEMBERED = (
     LayoutPublished,
     WorkerFailed,
     StepReached,
+    FaultSeen,
     Settled,
     SaveReported,
     Finished,
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
-UPWARD = (*REMEMBERED, FaultSeen, ExitAsked, ExitAgreed)
+UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed)
 """What a worker says; everything else that names a member is said to it."""
 
 

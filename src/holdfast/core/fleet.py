@@ -54,6 +54,7 @@ class Fleet:
                 for s in self._past.seats
             ]
             job.roster.seat(self._past.seated, members)
+            self.recovery.seated(self._past.opened)
 
     # ---------------------------------------------------------------- agents
 

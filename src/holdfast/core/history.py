@@ -40,7 +40,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0  # where the job was last decided to stand
     base_step: int = 0
     sealed_step: int = -1  # newest sealed checkpoint, -1: none
-    session: bool = False
+    session: bool = False  # a session was opened in this run
+    opened: bool = False  # all sessions of the seated members were opened
     root: str = ""  # where the sessions save
     exit_source: str = ""
     released: bool = False
@@ -93,6 +94,7 @@ def _started(past: Past, data: Data) -> Changes:
         "seats": seats,
         "last_member": max([past.last_member, *(s.member_id for s in seats)]),
         "attempts": _int(data, "attempt") + 1,
+        "opened": False,
         "released": False,
     }
 
@@ -117,6 +119,7 @@ def _opened(past: Past, data: Data) -> Changes:
     step = _int(data, "step")
     return {
         "session": True,
+        "opened": True,
         "base_step": step,
         "step": step,
         "sealed_step": min(past.sealed_step, step),

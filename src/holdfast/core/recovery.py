@@ -109,8 +109,12 @@ class Recovery:
         """Library mode: the workers were started by someone else."""
         self._go("launch")
 
+    def seated(self, opened: bool) -> None:
+        """A successor has seated the members of the log; ``opened``: it is known where their sessions began."""
+        self._all_opened = opened
+
     def adopt(self, now: float) -> None:
-        """A successor found the seated members: they were started, and may have opened their sessions."""
+        """A successor has heard from all agents: its members were started, and may have opened their sessions."""
         if self.phase != "idle":
             return
         self._go("launch")

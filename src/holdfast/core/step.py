@@ -67,6 +67,7 @@ class Transition(NamedTuple):
 E = StepEvent
 TRANSITIONS: tuple[Transition, ...] = (
     Transition("starting", E.OPEN, "any", "ready"),
+    Transition("starting", E.FAIL, "any", "starting"),
     Transition("starting", E.FENCE, "any", "starting"),
     Transition("starting", E.RETRY, "any", "starting"),
     Transition("ready", E.BEGIN, "free", "compute"),

@@ -1,0 +1,154 @@
+"""Invariants of a simulated run, checked against what the model knows and no machine can see.
+
+Each breach raises :class:`Violation` with the name of its check; a mutant of the protocol counts as caught
+when one of these names is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from holdfast.core.decision import Report, committed_floor
+from holdfast.core.ids import Generation
+from holdfast.core.messages import RankState, Record, Settle
+from holdfast.sim.plant import Save, Store
+from holdfast.sim.worker import SimWorker
+
+
+class Violation(AssertionError):
+    """A check failed. ``name`` is the check's, e.g. ``one_decision_per_generation``."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: {what}")
+        self.name = name
+
+
+class Scene(Protocol):
+    """What the checks may look at."""
+
+    now: float
+    store: Store
+    save_errors: int
+    memory_losses: set[str]
+    journal: list[Record]
+    seated: dict[int, SimWorker]
+
+
+class Checks:
+    """State of the checks of one run."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.planned: set[str] = set()
+        self.updated: dict[tuple[Generation, int], set[int]] = {}
+        self.discarded: dict[tuple[Generation, int], set[int]] = {}
+        self.promised: int | None = None  # step that the restart under way must open at
+        self.counts = {"forward": 0, "back": 0, "none": 0}
+
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
+        """A rank moved in the step protocol: nobody may update what another one has given up."""
+        machine = worker.machine
+        where = (machine.generation, machine.step)
+        if new == "updating" and old != "updating":
+            self.updated.setdefault(where, set()).add(worker.rank)
+            others = self.discarded.get(where)
+            if others:
+                text = f"rank {worker.rank} updates step {where[1]}, ranks {sorted(others)} discarded it"
+                raise Violation("one_fate_per_step", text)
+        if new == "aborted" and old in ("voting", "in_doubt", "compute"):
+            self.discarded.setdefault(where, set()).add(worker.rank)
+            others = self.updated.get(where)
+            if others:
+                text = f"rank {worker.rank} discards step {where[1]}, ranks {sorted(others)} updated it"
+                raise Violation("one_fate_per_step", text)
+
+    def step_spread(self, workers: Iterable[SimWorker]) -> None:
+        """No two ranks of one generation are inside updates of different steps."""
+        inside: dict[Generation, int] = {}
+        for worker in workers:
+            if worker.alive and worker.machine.state == "updating":
+                machine = worker.machine
+                step = inside.setdefault(machine.generation, machine.step)
+                if step != machine.step:
+                    text = f"steps {step} and {machine.step} in generation {machine.generation}"
+                    raise Violation("one_step_at_a_time", text)
+
+    def sealed(self, save: Save) -> None:
+        """A checkpoint counts as complete."""
+        if not self.scene.store.is_complete(save):
+            raise Violation("sealed_is_covered", f"{save.directory} has no copy of some shard")
+        wrong = [share for share in save.shares.values() if share.shards and share.step != save.step]
+        if wrong:
+            raise Violation("sealed_is_one_step", f"{save.directory}: {wrong}")
+
+    def recorded(self, record: Record) -> None:
+        """The controller said something."""
+        if record.kind == "planned":
+            self._planned(record)
+        elif record.kind == "verdict":
+            self._verdict(record)
+        elif record.kind == "session_opened":
+            self._opened(record)
+
+    def sending(self, settle: Settle) -> None:
+        """A decision goes out: it must be in the journal already."""
+        text = str(settle.generation)
+        if not any(r.kind == "planned" and r.data["generation"] == text for r in self.scene.journal):
+            raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
+
+    def _reports(self) -> list[Report]:
+        return [
+            Report(w.rank, w.machine.state, w.machine.step, w.alive)
+            for _, w in sorted(self.scene.seated.items())
+        ]
+
+    def _planned(self, record: Record) -> None:
+        generation = str(record.data["generation"])
+        if generation in self.planned:
+            raise Violation("one_decision_per_generation", generation)
+        self.planned.add(generation)
+        for _, worker in sorted(self.scene.seated.items()):
+            fenced = worker.machine.fenced
+            if worker.alive and (str(fenced) != generation or not worker.machine.settled):
+                text = (
+                    f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
+                )
+                raise Violation("decided_after_all_settled", text)
+        floors = [f for f in map(committed_floor, self._reports()) if f is not None]
+        if floors and record.data["step"] != max(floors):
+            text = f"decided {record.data['step']}, the ranks prove {max(floors)}"
+            raise Violation("decision_is_true", text)
+        self.counts[str(record.data["decision"])] += 1
+
+    def _verdict(self, record: Record) -> None:
+        action, step = record.data["action"], record.data["step"]
+        self.promised = None
+        if action == "restart_last_gasp" and isinstance(step, int):
+            self.promised = step
+        if action in ("restart_checkpoint", "restart_fresh", "stop_nothing_to_resume") and step:
+            holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
+            # Layouts live in the controller and in the agents: both gone, a rank that dies before it repeated its
+            # own leaves a hole. The verdict says so, and the newest checkpoint is taken.
+            excused = (
+                "layout" in f"{record.data['reason']} {record.data['evidence']}"
+                and len(self.scene.memory_losses) > 1
+            )
+            excused = excused or self.scene.save_errors > 0
+            excused = excused or self.scene.store.newest_step("") >= int(str(step))
+            if not self.scene.store.uncovered({}, tuple(holders)) and not excused:
+                raise Violation("no_committed_step_is_lost", f"{action} at step {step}, holders {holders}")
+
+    @staticmethod
+    def _can_reach(worker: SimWorker, step: object) -> bool:
+        machine = worker.machine
+        if machine.state in ("ready", "aborted", "finished"):
+            return machine.step == step
+        return machine.state == "in_doubt" and step in (machine.step, machine.step + 1)
+
+    def _opened(self, record: Record) -> None:
+        step = record.data["step"]
+        if self.promised is not None and isinstance(step, int) and step < self.promised:
+            text = f"restarted at {step}, step {self.promised} was promised"
+            raise Violation("no_committed_step_is_lost", text)
+        self.promised = None

@@ -1,0 +1,375 @@
+"""A simulated training process: the real step machine and vote, an abstract training loop around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.messages import (
+    Assignment,
+    ExitAgreed,
+    ExitOrder,
+    FaultSeen,
+    Fence,
+    Finished,
+    LayoutPublished,
+    Leave,
+    Message,
+    RankState,
+    Release,
+    Resume,
+    SaveOrder,
+    SaveReported,
+    SessionOpened,
+    Settle,
+    Settled,
+    StartMembers,
+    StepReached,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.core.step import StepMachine
+from holdfast.core.vote import Ballot, Tally
+from holdfast.exits import Exit
+from holdfast.sim.plant import Group, Share, Store
+
+COMPUTE_S = 0.1
+UPDATE_S = 0.01
+SAVE_EVERY = 5
+REPEATED = (SessionOpened, LayoutPublished, FaultSeen, Settled, SaveReported, StepReached, Finished)
+
+
+class Surroundings(Protocol):
+    """What a worker needs of the world."""
+
+    store: Store
+    world_size: int
+    until: int
+
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+    def jitter(self, low_s: float, high_s: float) -> float: ...
+    def uplink(self, worker: SimWorker, message: Message) -> None: ...
+    def group(self, generation: Generation) -> Group: ...
+    def vote(self, worker: SimWorker, ballot: Ballot) -> None: ...
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None: ...
+    def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None: ...
+
+
+class SimWorker:
+    """One process life. ``applied`` counts the updates that its parameters really hold; None while one is
+    half done."""
+
+    def __init__(self, world: Surroundings, node_id: NodeId, seat: Assignment, order: StartMembers) -> None:
+        self.world = world
+        self.node_id = node_id
+        self.member_id: MemberId = seat.member_id
+        self.rank = seat.rank
+        self.machine = StepMachine(order.generation, self._observe)
+        self.applied: int | None = 0
+        self.alive = True
+        self.stopped = False
+        self.save_error = False
+        self.opened = False
+        self.repeated: dict[type[Message], Message] = {}
+        self.queued: list[Message] = []
+        self._resume = order.resume
+        self._newest = order.generation
+        self._told: tuple[Generation, RankState, int] | None = None
+        self._reached = False
+        self._exit_source = ""
+        self._order: SaveOrder | None = None
+        self._ordered: SaveId | None = None
+        self._tally: Tally | None = None
+        self._released = False
+
+    # ---------------------------------------------------------------- process
+
+    def start(self) -> None:
+        """The process exists: hello, then import, load, open the session."""
+        self.hello()
+        self._later(self.world.jitter(0.02, 0.06), "open", self._open)
+
+    def hello(self) -> None:
+        """Say who this is, now or after a reconnection."""
+        self.world.uplink(
+            self,
+            WorkerHello(
+                member_id=self.member_id,
+                generation=self.machine.generation,
+                rank=self.rank,
+                pid=int(self.member_id),
+                state=self.machine.state,
+                step=self.machine.step,
+            ),
+        )
+
+    def send(self, message: Message) -> None:
+        """To the agent; the last of each kind is said again to a successor."""
+        if isinstance(message, REPEATED):
+            self.repeated[type(message)] = message
+        self.world.uplink(self, message)
+
+    def fail(self, what: str) -> None:
+        """User code raises; the process exits a little later."""
+        if not self.alive or self.stopped:
+            return
+        step = self.machine.step
+        self.machine.fail()
+        failed = WorkerFailed(
+            member_id=self.member_id,
+            generation=self.machine.generation,
+            step=step,
+            kind="ValueError",
+            what=what,
+            traceback="",
+            digest=f"{what}@{self.member_id}",
+        )
+        self.send(failed)
+        self._later(0.03, "exit", lambda: self.world.died(self, 1, None))
+
+    def glitch(self) -> None:
+        """A collective of this rank breaks."""
+        if not self.alive or self.stopped or self.machine.fenced is not None:
+            return
+        if self.machine.state == "compute":
+            self.machine.fail()
+            self._fault_seen("a collective broke")
+        elif self.machine.state == "voting":
+            self.vote_broken()
+
+    def _later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        def run() -> None:
+            if self.alive and not self.stopped:
+                action()
+
+        self.world.later(delay_s, f"{label}:{self.rank}", run)
+
+    # ---------------------------------------------------------------- training loop
+
+    def _open(self) -> None:
+        step = self.world.store.newest_step(self._resume)
+        self.applied = step
+        self.opened = True
+        opened = SessionOpened(
+            member_id=self.member_id, generation=self.machine.generation, step=step, root="/checkpoints"
+        )
+        self.send(opened)
+        layout = LayoutPublished(
+            member_id=self.member_id,
+            generation=self.machine.generation,
+            rank=self.rank,
+            version=1,
+            layout=b"{}",
+        )
+        self.send(layout)
+        self.machine.open(step)
+        self.world.group(self.machine.generation).members.add(self.member_id)
+        self._next_step()
+
+    def _next_step(self) -> None:
+        if self.machine.state != "ready":
+            return
+        if self.machine.step >= self.world.until:
+            self._leave_loop("done")
+            return
+        if self.machine.begin():
+            where = (self.machine.generation, self.machine.step)
+            delay_s = COMPUTE_S * self.world.jitter(0.9, 1.1)
+            self._later(delay_s, "computed", lambda: self._computed(where))
+
+    def _computed(self, where: tuple[Generation, int]) -> None:
+        if self.machine.state != "compute" or where != (self.machine.generation, self.machine.step):
+            return
+        if self.machine.enter_vote():
+            ballot = Ballot(
+                step=self.machine.step,
+                exit=bool(self._exit_source),
+                save=(self.machine.step + 1) % SAVE_EVERY == 0,
+                unsound=self.world.group(self.machine.generation).broken,
+            )
+            self.world.vote(self, ballot)
+
+    def vote_result(self, tally: Tally) -> None:
+        """The all-reduce completed here."""
+        if not self.alive or self.stopped or self.machine.state != "voting":
+            return
+        self._tally = tally
+        if not tally.passed:
+            self.machine.vote_refused()
+            self._fault_seen(tally.reason)
+        elif self.machine.vote_passed() == "updating":
+            self._update()
+
+    def vote_broken(self) -> None:
+        """The all-reduce broke here."""
+        if self.alive and not self.stopped and self.machine.state == "voting":
+            self._tally = None
+            self.machine.vote_broken()
+            self._fault_seen("the vote broke")
+
+    def _update(self) -> None:
+        self.applied = None
+        step = self.machine.step
+        self._later(UPDATE_S * self.world.jitter(0.5, 1.5), "updated", lambda: self._updated(step))
+
+    def _updated(self, step: int) -> None:
+        if self.machine.state != "updating" or self.machine.step != step:
+            return
+        self.applied = step + 1
+        self.machine.end_block()
+        self._write_ordered()
+        if self.machine.fenced is not None:
+            return
+        if not self._reached:
+            self._reached = True
+            reached = StepReached(
+                member_id=self.member_id, generation=self.machine.generation, step=self.machine.step
+            )
+            self.send(reached)
+        tally = self._tally
+        if tally is not None and tally.exit:
+            agreed = ExitAgreed(
+                member_id=self.member_id, generation=self.machine.generation, step=self.machine.step
+            )
+            self.send(agreed)
+            self._leave_loop("exit")
+        elif tally is not None and tally.save:
+            self._save("periodic")
+            self._next_step()
+        else:
+            self._next_step()
+
+    def _leave_loop(self, reason: str) -> None:
+        self._save("exit" if reason == "exit" else "final")
+        self._later(0.1, "finish", lambda: self._finish(reason))
+
+    def _finish(self, reason: str) -> None:
+        if self.machine.state != "ready" or self.machine.fenced is not None:
+            return
+        self.machine.finish()
+        finished = Finished(
+            member_id=self.member_id,
+            generation=self.machine.generation,
+            step=self.machine.step,
+            reason="exit" if reason == "exit" else "done",
+        )
+        self.send(finished)
+
+    def _save(self, kind: str) -> None:
+        generation, step = self.machine.generation, self.machine.step
+        save_id = SaveId("sim", generation, step, 0, kind)
+        everyone = tuple(range(self.world.world_size))
+        share = Share(self.rank, self.world.store.share_of(self.rank, everyone), self.applied)
+        self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
+
+    def _write_ordered(self) -> None:
+        order = self._order
+        if order is None or order.save_id.step != self.machine.step or self._ordered == order.save_id:
+            return
+        if self.machine.state not in ("ready", "aborted", "finished"):
+            return
+        self._ordered = order.save_id
+        share = Share(self.rank, self.world.store.share_of(self.rank, order.sources), self.applied)
+        save_id, sources = order.save_id, order.sources
+        self._later(self.world.jitter(0.01, 0.05), "gasp", lambda: self._written(save_id, sources, share))
+
+    def _written(self, save_id: SaveId, sources: tuple[int, ...], share: Share) -> None:
+        sealed, error = False, ""
+        if self.save_error:
+            self.save_error, error = False, "no space left on device"
+        else:
+            sealed = self.world.store.write(save_id.directory(), save_id.step, sources, share)
+        self.send(
+            SaveReported(
+                member_id=self.member_id,
+                generation=self.machine.fenced or self.machine.generation,
+                save_id=save_id,
+                sealed=sealed,
+                size_bytes=0,
+                duration_s=0.0,
+                error=error,
+            )
+        )
+
+    def _fault_seen(self, what: str) -> None:
+        if self.machine.fenced is None:
+            seen = FaultSeen(
+                member_id=self.member_id,
+                generation=self.machine.generation,
+                step=self.machine.step,
+                what=what,
+            )
+            self.send(seen)
+
+    # ---------------------------------------------------------------- client thread
+
+    def receive(self, message: Message) -> None:
+        """One message of the control plane."""
+        if not self.alive or self.stopped:
+            return
+        generation = getattr(message, "generation", self._newest)
+        if generation < self._newest:
+            return
+        self._newest = generation
+        match message:
+            case Fence():
+                self._fenced(message)
+            case Settle():
+                self._settle(message)
+            case Resume():
+                self._resumed(message)
+            case Leave():
+                code = message.code
+                self._later(0.002, "leave", lambda: self.world.died(self, code, None))
+            case Release():
+                self._release()
+            case ExitOrder():
+                self._exit_source = "" if message.cancel else message.source
+            case _:
+                return
+
+    def _fenced(self, fence: Fence) -> None:
+        if not self.machine.fence(fence.generation):
+            return
+        self._order = None
+        self._answer()
+        if self.machine.state == "voting":
+            self._later(self.world.jitter(0.0, 0.005), "poison", self.vote_broken)
+
+    def _settle(self, settle: Settle) -> None:
+        if self.machine.fenced != settle.generation:
+            return
+        self._order = settle.save
+        if self.machine.decide(settle.step) == "apply":
+            self._update()
+        self._write_ordered()
+
+    def _resumed(self, resume: Resume) -> None:
+        if self.machine.fenced != resume.generation or not self.machine.retry(resume.generation):
+            return
+        self._told, self._reached, self._order, self._tally = None, False, None, None
+        self.world.group(resume.generation).members.add(self.member_id)
+        self._next_step()
+
+    def _release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._later(0.01, "return", lambda: self.world.died(self, int(Exit.OK), None))
+
+    def _observe(self, old: RankState, new: RankState, step: int) -> None:
+        self.world.moved(self, old, new)
+        self._answer()
+
+    def _answer(self) -> None:
+        fenced = self.machine.fenced
+        if fenced is None or not self.machine.settled:
+            return
+        now = (fenced, self.machine.state, self.machine.step)
+        if now == self._told:
+            return
+        self._told = now
+        settled = Settled(
+            member_id=self.member_id, generation=fenced, state=self.machine.state, step=self.machine.step
+        )
+        self.send(settled)

@@ -1,0 +1,575 @@
+"""A whole run on a virtual clock: the real controller and agent machines, simulated workers, one seed.
+
+Every effect is an entry of one heap, ordered by (time, number); chance comes from one seeded generator. So a
+run is a function of (ranks, seed, faults), and its digest shows it. The journal is a list that survives the
+controller, the workers survive their agent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from holdfast.core.agent import Agent
+from holdfast.core.config import AgentConfig, Config
+from holdfast.core.controller import Controller
+from holdfast.core.history import Past
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import (
+    AgentGone,
+    CancelTimer,
+    Command,
+    ControllerGone,
+    ControllerHere,
+    ExitRun,
+    Finish,
+    KillMember,
+    MemberExited,
+    MemberStarted,
+    Message,
+    RankState,
+    Record,
+    RestartController,
+    Send,
+    SetTimer,
+    Settle,
+    StartMembers,
+    Tick,
+)
+from holdfast.core.vote import Ballot
+from holdfast.errors import InternalError
+from holdfast.sim.checks import Checks, Violation
+from holdfast.sim.faults import SimFault
+from holdfast.sim.plant import Group, Store
+from holdfast.sim.worker import SimWorker
+
+RANKS_CHECKED_ALWAYS = 16
+CHECK_EVERY = 1000
+COLLECTIVE_TIMEOUT_S = 30.0
+TIME_S_MAX = 3600.0
+EVENTS_MAX = 5_000_000
+
+
+class SimAgent:
+    """An agent machine with its timers and its connection to the controller."""
+
+    def __init__(self, node_id: NodeId, slots: int) -> None:
+        self.node_id = node_id
+        self.machine = Agent(AgentConfig(node_id=node_id, slots=slots, grace_s=30.0))
+        self.alive = True
+        self.timers: dict[str, int] = {}
+
+
+class World:
+    """See the module.
+
+    Args:
+        ranks: world size; one node up to 8 ranks, two beyond.
+        until: steps of the run.
+        shards: distinct boxes; rank r holds box ``r % shards``.
+    """
+
+    controller_type = Controller
+    worker_type = SimWorker
+    store_type = Store
+
+    def __init__(self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int) -> None:
+        self.now = 0.0
+        self.world_size = ranks
+        self.until = until
+        self.rng = random.Random(seed)
+        self.checks = Checks(self)
+        self.store = self.store_type(shards, self.checks.sealed)
+        self.journal: list[Record] = []
+        self.workers: dict[MemberId, SimWorker] = {}
+        self.seated: dict[int, SimWorker] = {}
+        self.save_errors = 0
+        self.memory_losses: set[str] = set()
+        self.events = 0
+        self.outcome: Finish | None = None
+        self._heap: list[tuple[float, int, str, Callable[[], None]]] = []
+        self._number = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._links: dict[tuple[str, str], float] = {}
+        self._groups: dict[Generation, Group] = {}
+        self._armed: list[SimFault] = []
+        self._term = 0
+        self._controller: Controller | None = None
+        self._timers: dict[str, int] = {}
+        nodes = 1 if ranks <= 8 else 2
+        per_node = -(-ranks // nodes)
+        self._agents = {NodeId(f"n{i}"): SimAgent(NodeId(f"n{i}"), per_node) for i in range(nodes)}
+        for fault in faults:
+            self.later(fault.at_s, f"fault {fault.kind}", self._arm_of(fault))
+
+    # ---------------------------------------------------------------- clock
+
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        """Do ``action`` after ``delay_s`` virtual seconds."""
+        self._number += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._number, label, action))
+
+    def jitter(self, low_s: float, high_s: float) -> float:
+        """A random duration."""
+        return self.rng.uniform(low_s, high_s)
+
+    def run(self) -> None:
+        """Until the run is over and no process is left.
+
+        Raises:
+            Violation: an invariant is broken, or the run does not end.
+        """
+        for agent in self._agents.values():
+            self._execute_agent(agent, agent.machine.start(self.now))
+        self._start_controller()
+        while self._heap and not self._is_over():
+            self.now, number, label, action = heapq.heappop(self._heap)
+            self.events += 1
+            self._digest.update(f"{number} {self.now:.9f} {label}\n".encode())
+            if self.now > TIME_S_MAX or self.events > EVENTS_MAX:
+                raise Violation("the_run_ends", f"not over after {self.now:.0f} s: {self._where()}")
+            action()
+            if self.world_size <= RANKS_CHECKED_ALWAYS or self.events % CHECK_EVERY == 0:
+                self.check()
+        if not self._is_over():
+            raise Violation("the_run_ends", f"nothing happens any more: {self._where()}")
+        if any(w.alive for w in self.workers.values()):
+            raise Violation("nobody_is_left", self._where())
+
+    def check(self) -> None:
+        """Every invariant that can be tested at any moment."""
+        if self._controller is not None:
+            self._controller.check()
+        for _, worker in sorted(self.seated.items()):
+            worker.machine.check()
+        self.checks.step_spread(self.seated.values())
+
+    def digest(self) -> str:
+        """Of all events so far."""
+        return self._digest.hexdigest()
+
+    def _is_over(self) -> bool:
+        return self.outcome is not None and all(a.machine.ended for a in self._agents.values() if a.alive)
+
+    def _where(self) -> str:
+        ranks = ", ".join(
+            f"{rank}:{w.machine.state}({w.machine.step}){'' if w.alive else ' dead'}"
+            for rank, w in sorted(self.seated.items())
+        )
+        return f"{self._controller.snapshot() if self._controller else 'no controller'}; {ranks}"
+
+    # ---------------------------------------------------------------- controller
+
+    def _start_controller(self) -> None:
+        self._term += 1
+        config = Config(
+            run_id="sim",
+            world_size=self.world_size,
+            nnodes=len(self._agents),
+            term=self._term,
+            max_restarts=64,
+        )
+        past = Past.read(self.journal)
+        self._controller = self.controller_type(config, past, self.store.uncovered)
+        self._timers = {}
+        self.execute_controller(self._controller.start(self.now))
+        for agent in self._agents.values():
+            if agent.alive:
+                self._reach(agent)
+
+    def _reach(self, agent: SimAgent) -> None:
+        term = self._term
+
+        def here() -> None:
+            if agent.alive and self._controller is not None and self._term == term:
+                self._links.pop((agent.node_id, "controller"), None)
+                self._feed_agent(agent, ControllerHere())
+
+        self.later(self.jitter(0.01, 0.05), f"join {agent.node_id}", here)
+
+    def _feed_controller(self, event: Message) -> None:
+        if self._controller is not None:
+            self.execute_controller(self._controller.handle(self.now, event))
+
+    def execute_controller(self, commands: list[Command]) -> None:
+        """Journal, then act."""
+        for command in commands:
+            if isinstance(command, Record):
+                self.journal.append(command)
+        for command in commands:
+            self._act_for_controller(command)
+
+    def _act_for_controller(self, command: Command) -> None:
+        match command:
+            case Record():
+                self.checks.recorded(command)
+            case SetTimer() | CancelTimer():
+                self._set_timer(self._timers, command, f"c{self._term}", self._feed_controller)
+            case Finish():
+                self.outcome = command
+                self._controller = None
+            case Send():
+                if isinstance(command.message, Settle):
+                    self.checks.sending(command.message)
+                self._downlink(command)
+            case _:
+                raise InternalError(f"a controller does not ask for {command}")
+
+    def _set_timer(
+        self,
+        timers: dict[str, int],
+        command: SetTimer | CancelTimer,
+        owner: str,
+        feed: Callable[[Message], None],
+    ) -> None:
+        self._number += 1
+        token = timers[command.name] = self._number
+        if isinstance(command, CancelTimer):
+            return
+
+        def fire() -> None:
+            if timers.get(command.name) == token and (owner[0] != "c" or owner == f"c{self._term}"):
+                feed(Tick(name=command.name))
+
+        self.later(command.delay_s, f"tick {owner} {command.name}", fire)
+
+    def _downlink(self, command: Send) -> None:
+        kind, _, name = command.to.partition(":")
+        if kind == "agent":
+            agent = self._agents[NodeId(name)]
+        else:
+            worker = self.workers.get(MemberId(int(name)))
+            if worker is None:
+                return
+            agent = self._agents[worker.node_id]
+        instance, message = agent.machine, command.message
+
+        def deliver() -> None:
+            if agent.alive and agent.machine is instance:
+                self._feed_agent(agent, message)
+
+        self._link("controller", agent.node_id, type(message).__name__, deliver)
+
+    def _link(self, source: str, target: str, label: str, deliver: Callable[[], None]) -> None:
+        """In order per link, with a random delay."""
+        at_s = max(self.now + self.jitter(0.0002, 0.003), self._links.get((source, target), 0.0) + 1e-6)
+        self._links[source, target] = at_s
+        self.later(at_s - self.now, f"{source}>{target} {label}", deliver)
+
+    # ---------------------------------------------------------------- agents
+
+    def _feed_agent(self, agent: SimAgent, event: Message) -> None:
+        if agent.alive and not agent.machine.ended:
+            self._execute_agent(agent, agent.machine.handle(self.now, event))
+            agent.machine.check()
+
+    def _execute_agent(self, agent: SimAgent, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case SetTimer() | CancelTimer():
+                    self._set_timer(agent.timers, command, agent.node_id, partial(self._feed_agent, agent))
+                case RestartController():
+                    term = self._term
+                    self.later(0.1, "restart controller", partial(self._successor, term))
+                case Send():
+                    self._send_for_agent(agent, command)
+                case _:
+                    continue
+
+    def _successor(self, term: int) -> None:
+        if self._term == term and self._controller is None and self.outcome is None:
+            self._start_controller()
+
+    def _send_for_agent(self, agent: SimAgent, command: Send) -> None:
+        message = command.message
+        if command.to == "controller":
+            term = self._term
+
+            def up() -> None:
+                if self._term == term:
+                    self._feed_controller(message)
+
+            self._link(agent.node_id, "controller", type(message).__name__, up)
+        elif command.to == "shell" and isinstance(message, StartMembers):
+            self._spawn(agent, message)
+        elif command.to == "shell" and isinstance(message, KillMember):
+            worker = self.workers.get(message.member_id)
+            if worker is not None:
+                self.later(0.001, f"kill:{worker.rank}", partial(self.died, worker, None, 9))
+        elif command.to.startswith("member:"):
+            worker = self.workers.get(MemberId(int(command.to[7:])))
+            if worker is not None:
+                self._link(
+                    agent.node_id,
+                    f"w{worker.member_id}",
+                    type(message).__name__,
+                    lambda: worker.receive(message) if agent.alive else None,
+                )
+
+    def _spawn(self, agent: SimAgent, order: StartMembers) -> None:
+        for seat in order.members:
+            worker = self.worker_type(self, agent.node_id, seat, order)
+            self.workers[seat.member_id] = worker
+            self.seated[seat.rank] = worker
+
+            def start(worker: SimWorker = worker) -> None:
+                if worker.alive:
+                    started = MemberStarted(
+                        member_id=worker.member_id, node_id=worker.node_id, pid=int(worker.member_id)
+                    )
+                    self._feed_agent(self._agents[worker.node_id], started)
+                    worker.start()
+
+            self.later(self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
+
+    def kill_controller(self) -> None:
+        """The controller dies; every agent sees its connection close."""
+        if self._controller is None:
+            return
+        self.memory_losses.add("controller")
+        self._controller = None
+        for agent in self._agents.values():
+            self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
+
+    def kill_agent(self, node_id: NodeId) -> None:
+        """The agent dies; its workers live, the launcher starts a successor that adopts them."""
+        agent = self._agents[node_id]
+        if not agent.alive or agent.machine.ended or self.outcome is not None:
+            return
+        agent.alive = False
+        self.memory_losses.add("agent")
+        self._link(node_id, "controller", "closed", lambda: self._feed_controller(AgentGone(node_id=node_id)))
+        self.later(self.jitter(0.2, 0.5), f"successor {node_id}", lambda: self._adopt(node_id))
+
+    def _adopt(self, node_id: NodeId) -> None:
+        old = self._agents[node_id]
+        agent = SimAgent(node_id, old.machine.config.slots)
+        self._agents[node_id] = agent
+        self._execute_agent(agent, agent.machine.start(self.now))
+        if self.outcome is not None:
+            # The run is over for everyone else: what a launcher does then is to kill what is left.
+            for worker in list(self.workers.values()):
+                if worker.node_id == node_id:
+                    self.died(worker, None, 9)
+            agent.alive = False
+            return
+        for member_id, worker in sorted(self.workers.items()):
+            if worker.node_id == node_id and worker.alive:
+                self._feed_agent(
+                    agent, MemberStarted(member_id=member_id, node_id=node_id, pid=int(member_id))
+                )
+                self.later(self.jitter(0.01, 0.1), f"rejoin:{worker.rank}", partial(self._rejoin, worker))
+            elif worker.node_id == node_id:
+                self._feed_agent(agent, self._exit_of(worker, None, None))
+        if self._controller is not None:
+            self._reach(agent)
+        else:
+            self.later(0.1, "start controller", partial(self._successor, self._term))
+
+    def _rejoin(self, worker: SimWorker) -> None:
+        if not worker.alive or worker.stopped:
+            return
+        worker.hello()
+        for message in worker.repeated.values():
+            self.uplink(worker, message)
+        queued, worker.queued = worker.queued, []
+        for message in queued:
+            self.uplink(worker, message)
+
+    # ---------------------------------------------------------------- workers
+
+    def uplink(self, worker: SimWorker, message: Message) -> None:
+        """From a worker to the agent of its node; kept while there is none."""
+        agent = self._agents[worker.node_id]
+        if not agent.alive:
+            worker.queued.append(message)
+            return
+        self._link(
+            f"w{worker.member_id}",
+            worker.node_id,
+            type(message).__name__,
+            lambda: self._feed_agent(agent, message),
+        )
+
+    def group(self, generation: Generation) -> Group:
+        """Collectives of a generation."""
+        return self._groups.setdefault(generation, Group(generation, self.world_size))
+
+    def vote(self, worker: SimWorker, ballot: Ballot) -> None:
+        """A rank enters the vote of its step."""
+        group = self.group(worker.machine.generation)
+        if group.broken:
+            self._break_vote(worker, 0.7)
+            return
+        round_ = group.round(ballot.step)
+        if not round_.enter(worker.member_id, ballot) or round_.tally is None:
+            return
+        tally = round_.tally
+        for member_id in sorted(round_.waiting):
+            voter = self.workers[member_id]
+
+            def deliver(voter: SimWorker = voter) -> None:
+                round_.waiting.discard(voter.member_id)
+                voter.vote_result(tally)
+
+            self.later(self.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
+
+    def _break_vote(self, worker: SimWorker, chance: float) -> None:
+        """The vote breaks here soon, or only when the collective times out."""
+        where = (worker.machine.generation, worker.machine.step)
+
+        def broken() -> None:
+            if where == (worker.machine.generation, worker.machine.step):
+                worker.vote_broken()
+
+        soon = self.rng.random() < chance
+        delay_s = self.jitter(0.0, 0.004) if soon else COLLECTIVE_TIMEOUT_S
+        self.later(delay_s, f"broken:{worker.rank}", broken)
+
+    def break_group(self, generation: Generation) -> None:
+        """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
+        group = self.group(generation)
+        group.broken = True
+        for member_id in sorted(group.members):
+            worker = self.workers[member_id]
+            if not worker.alive or worker.machine.generation != generation:
+                continue
+            if worker.machine.state == "voting":
+                self._break_vote(worker, 0.5)
+            elif worker.machine.state == "compute" and self.rng.random() < 0.5:
+                self.later(self.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)
+
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
+        """A rank moved in the step protocol."""
+        self.checks.moved(worker, old, new)
+        for fault in list(self._armed):
+            if fault.rank == worker.rank and fault.state == new:
+                self._armed.remove(fault)
+                self.later(fault.delay_s, f"now {fault.kind}", partial(self._strike, fault))
+
+    def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
+        """A process is gone."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.break_group(worker.machine.generation)
+        agent = self._agents[worker.node_id]
+        event = self._exit_of(worker, code, killed_by)
+        self.later(
+            self.jitter(0.0005, 0.004),
+            f"exited:{worker.rank}",
+            lambda: self._feed_agent(agent, event),
+        )
+
+    def _exit_of(self, worker: SimWorker, code: int | None, killed_by: int | None) -> MemberExited:
+        machine = worker.machine
+        return MemberExited(
+            member_id=worker.member_id,
+            node_id=worker.node_id,
+            generation=machine.generation,
+            code=0 if machine.state == "finished" and killed_by is None else code,
+            signal=killed_by,
+            state=machine.state,
+            step=machine.step,
+            detail=machine.state,
+            died_ns=int(self.now * 1e9),
+        )
+
+    # ---------------------------------------------------------------- faults
+
+    def _time_out(self, stopped: SimWorker, generation: Generation) -> None:
+        """Whoever waits for a stopped process gives up; if nobody does, a hang detector ends it."""
+        self.later(COLLECTIVE_TIMEOUT_S, "hang", partial(self.died, stopped, None, 9))
+        for _, worker in sorted(self.seated.items()):
+            if stopped.alive and worker.machine.generation == generation and worker.machine.state == "voting":
+                self.later(self.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
+
+    def _arm_of(self, fault: SimFault) -> Callable[[], None]:
+        def arm() -> None:
+            if fault.state:
+                self._armed.append(fault)
+            else:
+                self._strike(fault)
+
+        return arm
+
+    def _strike(self, fault: SimFault) -> None:
+        worker = self.seated.get(fault.rank)
+        match fault.kind:
+            case "controller":
+                self.kill_controller()
+            case "ask_exit":
+                agent = next(iter(self._agents.values()))
+                self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
+            case _ if worker is None or not worker.alive:
+                return
+            case "agent":
+                self.kill_agent(worker.node_id)
+            case "kill":
+                self.died(worker, None, 9)
+            case "exit":
+                self.died(worker, 1, None)
+            case "raise":
+                worker.fail("bad batch")
+            case "stop":
+                worker.stopped = True
+                generation = worker.machine.generation
+                self.later(COLLECTIVE_TIMEOUT_S, "timeout", partial(self._time_out, worker, generation))
+            case "save_error":
+                worker.save_error = True
+                self.save_errors += 1
+            case "glitch":
+                self.break_group(worker.machine.generation)
+                worker.glitch()
+
+
+class SimResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a run. ``forward`` and ``back`` count decisions that moved ranks in doubt."""
+
+    code: int
+    reason: str
+    step: int
+    digest: str
+    events: int
+    time_s: float
+    forward: int
+    back: int
+    recovered: int
+    records: tuple[Record, ...]
+
+
+def run_sim(
+    ranks: int,
+    seed: int,
+    faults: tuple[SimFault, ...] = (),
+    *,
+    until: int = 12,
+    shards: int = 2,
+    world: type[World] = World,
+) -> SimResult:
+    """Simulate one run to its end.
+
+    Raises:
+        Violation: an invariant is broken.
+    """
+    scene = world(ranks, seed, faults, until, shards)
+    scene.run()
+    assert scene.outcome is not None
+    steps = [int(str(r.data["step"])) for r in scene.journal if r.kind == "run_ended"]
+    return SimResult(
+        code=scene.outcome.code,
+        reason=scene.outcome.reason,
+        step=steps[-1],
+        digest=scene.digest(),
+        events=scene.events,
+        time_s=scene.now,
+        forward=scene.checks.counts["forward"],
+        back=scene.checks.counts["back"],
+        recovered=sum(r.kind == "recovered" for r in scene.journal),
+        records=tuple(scene.journal),
+    )
