@@ -230,7 +230,11 @@ class Session:
         return self._rank.step
 
     def save(self) -> None:
-        """Ask for a checkpoint at the end of the current (or next) step, by all ranks; returns at once."""
+        """Ask for a checkpoint by all ranks at the end of the step whose vote comes next; returns at once.
+
+        Raises:
+            UsageError: the session has no checkpoint directory.
+        """
         if self.root is None:
             raise UsageError(
                 "save() without a checkpoint directory", hint="holdfast.session(checkpoint='ckpts/')"

@@ -1,0 +1,383 @@
+"""A session in one process, without a launcher: exactness, resume, bad input, exit requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.adapters.torch.rng import reseed
+from holdfast.errors import (
+    CheckpointInvalid,
+    CheckpointMismatch,
+    NothingToResume,
+    StateError,
+    StepError,
+    StoreWriteError,
+    UsageError,
+)
+from holdfast.exits import Exit
+from holdfast.store.root import Root
+
+pytestmark = pytest.mark.torch
+
+
+class Job:
+    """Model, optimizer, scheduler and a loader without shuffling."""
+
+    def __init__(self, width: int = 8) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(
+            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.ReLU(), nn.Linear(width, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+        self.loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
+
+    def update(self, batch: Any) -> None:
+        """One ordinary step."""
+        (self.net(batch[0]) - batch[1]).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def session(self, **arguments: Any) -> Any:
+        """A session of this job."""
+        return holdfast.session(
+            model=self.net, optimizer=self.optimizer, scheduler=self.scheduler, seed=5, **arguments
+        )
+
+    def train(self, until: int, **arguments: Any) -> list[int]:
+        """Train in a session; the step numbers that ran."""
+        with self.session(**arguments) as s:
+            return self.loop(s, until)
+
+    def loop(self, s: Any, until: int) -> list[int]:
+        """The usual loop."""
+        seen = []
+        for step in s.steps(self.loader, until=until):
+            with step as batch:
+                self.update(batch)
+            assert step.committed
+            seen.append(step.number)
+        return seen
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that training changes."""
+        state = [v for p in self.net.parameters() for v in self.optimizer.state[p].values()]
+        return [*self.net.state_dict().values(), *state, torch.tensor(self.scheduler.get_last_lr())]
+
+
+def same(one: Job, two: Job) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.tensors(), two.tensors(), strict=True))
+
+
+def bare(until: int) -> Job:
+    """The same training without a session."""
+    job = Job()
+    step = 0
+    while step < until:
+        for batch in job.loader:
+            if step < until:
+                reseed(5, 0, step)
+                job.update(batch)
+                step += 1
+    return job
+
+
+def test_equals_a_bare_loop() -> None:
+    job = Job()
+    assert job.train(10) == list(range(10))
+    assert same(job, bare(10))
+
+
+def test_resume_continues_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast"):
+        Job().train(7, checkpoint=tmp_path)
+        job = Job()
+        assert job.train(13, checkpoint=tmp_path) == list(range(7, 13))
+    assert same(job, bare(13))
+    assert "starting fresh" in caplog.text and "resumed at step 7" in caplog.text
+    again = Job()
+    assert again.train(13, checkpoint=tmp_path) == []
+    assert same(again, job)
+    assert [v.step for v in Root(tmp_path).list()] == [13, 7]
+
+
+def test_periodic_saves_and_retention(tmp_path: Path) -> None:
+    Job().train(12, checkpoint=tmp_path, save_every_steps=2, keep=2)
+    assert [v.step for v in Root(tmp_path).list()] == [12, 10]
+
+
+def test_save_on_request(tmp_path: Path) -> None:
+    job = Job()
+    with job.session(checkpoint=tmp_path, keep=9) as s:
+        for step in s.steps(job.loader, until=4):
+            with step as batch:
+                if step.number == 1:
+                    s.save()
+                job.update(batch)
+    assert [v.step for v in Root(tmp_path).list()] == [4, 2]
+    with pytest.raises(UsageError, match="without a checkpoint directory"), Job().session() as s:
+        s.save()
+
+
+def test_exception_keeps_the_last_committed_step(tmp_path: Path) -> None:
+    for before_update in (True, False):
+        root = tmp_path / str(before_update)
+        job = Job()
+        with pytest.raises(ZeroDivisionError), job.session(checkpoint=root) as s:
+            for step in s.steps(job.loader, until=9):
+                with step as batch:
+                    if step.number == 4 and before_update:
+                        job.net(batch[0]).sum().backward()
+                        raise ZeroDivisionError
+                    job.update(batch)
+                if step.number == 3 and not before_update:
+                    raise ZeroDivisionError
+        after = Job()
+        assert after.train(9, checkpoint=root) == [4, 5, 6, 7, 8]
+        assert same(after, bare(9))
+
+
+def test_torn_update_is_never_saved(tmp_path: Path) -> None:
+    job = Job()
+    with pytest.raises(ZeroDivisionError), job.session(checkpoint=tmp_path) as s:
+        for step in s.steps(job.loader, until=9):
+            with step as batch:
+                job.update(batch)
+                raise ZeroDivisionError
+    assert Root(tmp_path).list() == []
+
+
+def test_resume_words(tmp_path: Path) -> None:
+    Job().train(6, checkpoint=tmp_path, save_every_steps=3, keep=9)
+    other = tmp_path / "other"
+    assert Job().train(4, checkpoint=other, resume=f"{tmp_path}@3") == [3]
+    assert Job().train(2, checkpoint=other, resume="never") == [0, 1]
+    newest = Root(tmp_path).list()[0].path
+    assert Job().train(7, checkpoint=None, resume=newest) == [6]
+    with pytest.raises(UsageError, match="does not exist"):
+        Job().train(1, resume=str(tmp_path / "nowhere"))
+    with pytest.raises(NothingToResume):
+        Job().train(1, resume=f"{tmp_path}@4")
+
+
+def flip(path: Path) -> None:
+    """Damage one byte of the first shard."""
+    shard = next(path.glob("shard-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+
+
+def test_damaged_checkpoints_fall_back_and_never_start_fresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job().train(6, checkpoint=tmp_path, save_every_steps=3)
+    newest, older = (Path(v.path) for v in Root(tmp_path).list())
+    flip(newest)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        job = Job()
+        assert job.train(8, checkpoint=tmp_path, save_every_steps=100) == [3, 4, 5, 6, 7]
+    assert same(job, bare(8))
+    assert f"rejected checkpoint {newest.name}" in caplog.text
+    for path in (Path(v.path) for v in Root(tmp_path).list()):
+        flip(path) if path != newest else None
+    assert older.exists()
+    with pytest.raises(NothingToResume, match=older.name):
+        Job().train(9, checkpoint=tmp_path)
+    assert Job().train(1, checkpoint=tmp_path, resume="never") == [0]
+
+
+def test_another_model_is_refused_with_differences(tmp_path: Path) -> None:
+    Job().train(2, checkpoint=tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"mismatch: 0\.weight is F32 \[8, 4\]"):
+        Job(width=6).train(3, checkpoint=tmp_path)
+
+
+def test_load_without_a_session(tmp_path: Path) -> None:
+    job = Job()
+    job.train(4, checkpoint=tmp_path, save_every_steps=2)
+    fresh = Job().net
+    assert holdfast.load(tmp_path, fresh).step == 4
+    assert all(map(torch.equal, fresh.state_dict().values(), job.net.state_dict().values()))
+    assert holdfast.load(f"{tmp_path}@2", fresh).step == 2
+    before = [p.clone() for p in fresh.parameters()]
+    with pytest.raises(CheckpointMismatch, match="unexpected"):
+        holdfast.load(tmp_path, fresh[0])
+    flip(Path(Root(tmp_path).list()[0].path))
+    with pytest.raises(CheckpointInvalid):
+        holdfast.load(f"{tmp_path}@4", fresh)
+    assert all(map(torch.equal, before, fresh.parameters()))
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    job = Job()
+    with pytest.raises(UsageError, match="no framework"):
+        holdfast.session(model=object(), optimizer=None)
+    with pytest.raises(UsageError, match="save_every_steps=0"):
+        job.session(save_every_steps=0)
+    with pytest.raises(StateError, match=r"state\.x: an object of type .*Job"):
+        job.train(1, state={"x": job})
+    with pytest.raises(UsageError, match="needs a loader"), job.session() as s:
+        s.steps()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreWriteError, match="cannot be written"):
+        job.train(1, checkpoint=tmp_path / "file")
+
+
+def test_misuse_of_a_step() -> None:
+    job = Job()
+    with pytest.raises(StepError, match="steps twice without a name"), job.session() as s:
+        for step in s.steps(job.loader, until=2):
+            with step as batch:
+                job.update(batch)
+                job.update(batch)
+    job = Job()
+    with pytest.raises(StepError, match="not entered"), job.session() as s:
+        for _ in s.steps(job.loader, until=2):
+            pass
+    job = Job()
+    with pytest.raises(StepError, match="outside of a step"), job.session() as s:
+        for _ in s.steps(job.loader, until=2):
+            job.update(next(iter(job.loader)))
+    job = Job()
+    stranger = torch.optim.SGD(job.net.parameters(), lr=1.0)
+    with pytest.raises(StepError, match="does not know"), job.session() as s:
+        for step in s.steps(job.loader, until=2):
+            with step as batch:
+                job.net(batch[0]).sum().backward()
+                stranger.step()
+    job.update(next(iter(job.loader)))  # hooks are gone with the session
+
+
+def test_separate_named_updates() -> None:
+    def train(protected: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        g, d = nn.Linear(3, 3), nn.Linear(3, 1)
+        og, od = torch.optim.Adam(g.parameters()), torch.optim.Adam(d.parameters())
+
+        def discriminate(x: Tensor) -> None:
+            (d(x) - d(g(x).detach())).mean().backward()
+            od.step()
+            od.zero_grad()
+
+        def generate(x: Tensor) -> None:
+            d(g(x)).mean().backward()
+            og.step()
+            og.zero_grad()
+            od.zero_grad()
+
+        data = [torch.full((2, 3), float(n)) for n in range(5)]
+        if not protected:
+            for x in data:
+                discriminate(x)
+                generate(x)
+        else:
+            models, optimizers = {"g": g, "d": d}, {"g": og, "d": od}
+            with holdfast.session(model=models, optimizer=optimizers) as s:
+                for step in s.steps(data):
+                    with step as x:
+                        with step.update("d"):
+                            discriminate(x)
+                        with step.update("g"):
+                            generate(x)
+                    assert step.committed
+        return [*g.parameters(), *d.parameters()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_scaler_that_skips() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weight = net.weight.detach().clone()
+    with holdfast.session(model=net, optimizer=optimizer, scaler=scaler) as s:
+        for step in s.steps([torch.ones(1, 2)] * 2):
+            with step as x:
+                loss = net(x).sum() * (float("inf") if step.number == 0 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert step.committed
+            assert torch.equal(net.weight, weight) == (step.number == 0)
+    assert scaler.get_scale() == 2.0
+
+
+def leaving(job: Job, tmp_path: Path, ask: Any, **arguments: Any) -> None:
+    """Train, ask to leave at step 3, go on in another session; compare."""
+    with pytest.raises(SystemExit) as left, job.session(checkpoint=tmp_path / "c", **arguments) as s:
+        for step in s.steps(job.loader, until=1000):
+            with step as batch:
+                job.update(batch)
+            if step.number == 3:
+                ask()
+    assert left.value.code == Exit.REQUEUE
+    reached = Root(tmp_path / "c").list()[0].step
+    assert 4 <= reached < 1000
+    after = Job()
+    assert after.train(reached + 2, checkpoint=tmp_path / "c") == [reached, reached + 1]
+    assert same(after, bare(reached + 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_signal_leaves_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda n, _: heard.append(n))
+    try:
+        leaving(Job(), tmp_path, lambda: os.kill(os.getpid(), number))
+        assert heard == [number]
+        os.kill(os.getpid(), number)
+        assert len(heard) == 2
+    finally:
+        signal.signal(number, before)
+    assert "Graceful exit is triggered, stop training" in capfd.readouterr().out
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+
+
+def test_exit_file_counts_once_per_version(tmp_path: Path) -> None:
+    path = tmp_path / "graceful_exit.json"
+    path.write_text(json.dumps({"GracefulExit": 1}))
+    assert len(Job().train(20, exit_file=path)) == 20  # left over from an earlier run
+    leaving(Job(), tmp_path, lambda: path.write_text(json.dumps({"GracefulExit": 1}) + "\n"), exit_file=path)
+
+
+def test_own_state_travels(tmp_path: Path) -> None:
+    def run(until: int) -> dict[str, Any]:
+        job = Job()
+        own: dict[str, Any] = {"best": 0.5, "seen": {"steps": 0}, "gen": torch.Generator()}
+        with job.session(checkpoint=tmp_path, state=own) as s:
+            for step in s.steps(job.loader, until=until):
+                with step as batch:
+                    own["draw"] = None
+                    job.update(batch)
+                    s.state["seen"]["steps"] += 1
+                    s.state["best"] = float(torch.rand((), generator=own["gen"]))
+                    del own["draw"]
+        return own
+
+    run(3)
+    resumed = run(5)
+    assert resumed["seen"] == {"steps": 5}
+    generator = torch.Generator()
+    from holdfast.adapters.torch.rng import reseed_generators
+
+    reseed_generators([("gen", generator)], 5, 0, 4)
+    assert resumed["best"] == float(torch.rand((), generator=generator))
