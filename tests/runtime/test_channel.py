@@ -1,0 +1,307 @@
+"""Strangers at the agent's door, and a worker's client with a real agent end of the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import (
+    Ack,
+    ExitRun,
+    Fence,
+    KvReply,
+    KvRequest,
+    Leave,
+    Message,
+    Resume,
+    SessionOpened,
+    Settled,
+    WireMessage,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.core.page import Word
+from holdfast.errors import AuthError, FaultError, InternalError
+from holdfast.runtime.channel import BlockingChannel, Channel, Hub
+from holdfast.runtime.client import Client
+from holdfast.runtime.launch import AgentLink
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire import MESSAGES
+from tests.runtime.runs import until
+
+ME = MemberId(1)
+FIRST, SECOND = Generation(1, 1), Generation(1, 2)
+
+
+class Desk:
+    """An agent's end in a thread of this process: notes what it hears, answers requests for ``echo`` keys."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.heard: list[Message] = []
+        self.channels: list[Channel[WireMessage]] = []
+        self.refused: dict[str, int] = {}
+        self._loop = asyncio.new_event_loop()
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+
+    def __enter__(self) -> Desk:
+        self._thread.start()
+        assert self._up.wait(10)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        hub: Hub[WireMessage] = Hub(
+            MESSAGES,
+            self.run.token(),
+            on_open=self.channels.append,
+            on_message=self._hear,
+            on_close=lambda channel: self.channels.remove(channel),
+        )
+        self.refused = hub.refused
+        server, port = await hub.listen()
+        self.run.write_endpoint("agent", "127.0.0.1", port)
+        self._up.set()
+        await self._stop.wait()
+        server.close()
+        await hub.close(1.0)
+        self.run.remove_endpoint("agent")
+
+    def _hear(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        self.heard.append(message)
+        if isinstance(message, KvRequest) and message.keys == ("echo",):
+            channel.send(KvReply(request_id=message.request_id, value=message.value))
+        elif isinstance(message, ExitRun):
+            channel.send(Ack(ok=True, detail=message.source))
+
+    def say(self, message: WireMessage) -> None:
+        """To every worker."""
+        for channel in list(self.channels):
+            self._loop.call_soon_threadsafe(channel.send, message)
+
+    def kinds(self) -> list[str]:
+        return [type(message).__name__ for message in self.heard]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    yield made
+    made.remove_pages()
+
+
+@contextlib.contextmanager
+def client_of(run: RunDir, **more: Any) -> Iterator[Client]:
+    page = Page.create(run.page_path(ME))
+    client = Client(
+        member_id=ME,
+        generation=FIRST,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        page=page,
+        run_dir=run.path,
+        **more,
+    )
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+        page.close()
+    assert Client.current() is None
+
+
+def test_a_wrong_token_is_refused(run: RunDir) -> None:
+    with Desk(run) as desk:
+        endpoint = run.read_endpoint("agent")
+        assert endpoint is not None
+        with pytest.raises(AuthError, match="wrong token"):
+            BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, b"x" * 64, "worker")
+        until("counted", lambda: desk.refused.get("token") == 1)
+        assert desk.heard == []
+        run.token_file.write_bytes(b"y" * 64)
+        with pytest.raises(AuthError):
+            AgentLink(run.path).request(ExitRun(grace_s=1.0, source="me"))
+
+
+def test_a_token_that_others_can_read_is_refused(run: RunDir) -> None:
+    run.token_file.chmod(0o644)
+    with pytest.raises(AuthError, match="can be read by others"):
+        run.token()
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02hi"])
+def test_strangers_are_cut_off(run: RunDir, data: bytes) -> None:
+    with Desk(run) as desk:
+        endpoint = run.read_endpoint("agent")
+        assert endpoint is not None
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=10) as sock:
+            sock.sendall(data)
+            received = b""
+            while chunk := sock.recv(4096):
+                received += chunk
+        assert len(received) < 200
+        until("counted", lambda: desk.refused.get("greeting") == 1)
+        assert AgentLink(run.path).request(ExitRun(grace_s=1.0, source="me")) == Ack(ok=True, detail="me")
+
+
+def test_an_oversized_frame_after_the_handshake_is_cut_off(run: RunDir) -> None:
+    with Desk(run) as desk:
+        endpoint = run.read_endpoint("agent")
+        assert endpoint is not None
+        channel = BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, run.token(), "worker")
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            sock.sendall(b"\x7f\xff\xff\xff")
+            with pytest.raises(ConnectionError):
+                channel.receive(10.0)
+        channel.close()
+        until("counted", lambda: desk.refused.get("frame") == 1)
+
+
+def test_no_agent_is_one_clear_error(run: RunDir) -> None:
+    with pytest.raises(FaultError, match="never published"):
+        AgentLink(run.path).request(ExitRun(grace_s=1.0, source="me"), timeout_s=0.2)
+
+
+def test_hello_messages_handlers_and_tasks(run: RunDir) -> None:
+    with Desk(run) as desk, client_of(run) as client:
+        got: list[Message] = []
+        threads: list[str] = []
+        client.on(Fence, got.append)
+        client.send(SessionOpened(member_id=ME, generation=FIRST, step=3))
+        until("both", lambda: desk.kinds() == ["WorkerHello", "SessionOpened"])
+        assert Client.current() is client and client.connected
+        assert client.kv("set", ("echo",), value=b"x").value == b"x"
+        client.run_task("one", lambda: threads.append(threading.current_thread().name))
+        desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
+        until("fence", lambda: got and threads)
+        assert client.fenced and threads == ["holdfast-task"]
+        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        until("resume", lambda: not client.fenced)
+        assert client.generation == SECOND and client.page[Word.GENERATION] == SECOND.pack()
+        desk.say(Fence(member_id=ME, generation=FIRST, reason="late"))
+        until("stale", lambda: client.refused_stale == 1)
+        assert len(got) == 1
+
+
+def test_a_fence_ends_a_wait_and_is_answered_without_a_session(run: RunDir) -> None:
+    with Desk(run) as desk, client_of(run) as client:
+        poisoned: list[str] = []
+        client.on_fence_default = poisoned.append
+        until("hello", lambda: desk.kinds() == ["WorkerHello"])
+        timer = threading.Timer(0.1, lambda: desk.say(Fence(member_id=ME, generation=SECOND, reason="r")))
+        timer.start()
+        assert client.kv("wait", ("never",), timeout_s=60.0).error == "fenced"
+        until("settled", lambda: "Settled" in desk.kinds())
+        assert desk.heard[-1] == Settled(member_id=ME, generation=SECOND, state="starting", step=0)
+        assert poisoned == ["r"]
+
+
+def test_a_reconnected_client_says_again_what_may_have_been_lost(run: RunDir) -> None:
+    with client_of(run) as client:
+        client.hello = lambda: ("ready", 4)
+        with Desk(run) as desk:
+            opened = SessionOpened(member_id=ME, generation=FIRST, step=3)
+            client.send(opened)
+            until("both", lambda: len(desk.heard) == 2)
+        until("away", lambda: not client.connected)
+        failed = WorkerFailed(
+            member_id=ME, generation=FIRST, step=4, kind="k", what="w", traceback="t", digest="d"
+        )
+        client.send(failed)
+        with Desk(run) as successor:
+            until("all three", lambda: len(successor.heard) == 3)
+            hello, repeated, queued = successor.heard
+        assert isinstance(hello, WorkerHello) and (hello.state, hello.step) == ("ready", 4)
+        assert (repeated, queued) == (opened, failed)
+
+
+def test_an_orphan_is_told_once(run: RunDir) -> None:
+    calls: list[float] = []
+    with client_of(run, orphan_s=0.2) as client:
+        client.on_orphaned(lambda: calls.append(time.monotonic()))
+        until("orphaned", lambda: calls)
+        time.sleep(0.4)
+        assert len(calls) == 1
+        with pytest.raises(InternalError, match="client thread"):
+            _ask_from_client_thread(client, run)
+
+
+def _ask_from_client_thread(client: Client, run: RunDir) -> None:
+    caught: list[Exception] = []
+
+    def handler(fence: Fence) -> None:
+        try:
+            client.kv("check", ("x",))
+        except InternalError as error:
+            caught.append(error)
+
+    client.on(Fence, handler)
+    with Desk(run) as desk:
+        until("connected", lambda: client.connected)
+        desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
+        until("caught", lambda: caught)
+    raise caught[0]
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from holdfast.core.ids import Generation, MemberId
+from holdfast.runtime.client import Client
+from holdfast.runtime.page import Page
+page = Page.open(sys.argv[2])
+client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, local_rank=0, world_size=1, page=page,
+                run_dir=Path(sys.argv[1]), orphan_s=0.3)
+if sys.argv[3] == "task":
+    client.run_task("broken", lambda: 1 / 0)
+client.start()
+print("buffered", end="")
+while sys.argv[3] == "busy":
+    pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "code"), [("leave", 78), ("orphan", 77), ("task", 70), ("busy", 78)])
+def test_how_a_process_leaves_without_its_main_thread(run: RunDir, mode: str, code: int) -> None:
+    page = run.page_path(ME)
+    Page.create(page).close()
+    command = [sys.executable, "-c", CHILD, str(run.path), str(page), mode]
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        desk = stack.enter_context(Desk(run)) if mode != "orphan" else None
+        child = stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe))
+        stack.callback(child.kill)
+        if desk is not None and mode in ("leave", "busy"):
+            until("hello", lambda: desk.kinds() == ["WorkerHello"])
+            time.sleep(0.2)
+            desk.say(Leave(member_id=ME, generation=FIRST, code=78, reason="restart"))
+        out, err = child.communicate(timeout=30)
+        assert child.returncode == code
+        if mode != "task":
+            assert out == b"buffered"
+        else:
+            assert b"ZeroDivisionError" in err
