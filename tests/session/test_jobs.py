@@ -1,0 +1,131 @@
+"""Four real processes: a session equals a bare torch loop bit for bit, disturbed or not, with every launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.exits import Exit
+from holdfast.store.root import Root
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("job.py"))
+BIN = Path(sys.executable).parent
+STEPS = 9
+RANKS = 4
+BOUND_S = 100.0
+
+
+class Result:
+    """What one run of ``job.py`` left behind."""
+
+    def __init__(self, code: int, output: str, directory: Path) -> None:
+        self.code = code
+        self.output = output
+        found: list[dict[str, Any]] = [
+            json.loads(p.read_text()) for p in sorted(directory.glob("rank-*.json"))
+        ]
+        self.digests = [one["digest"] for one in found]
+        self.pids = [one["pid"] for one in found]
+
+
+def start(launcher: str, where: Path, *arguments: str) -> Result:
+    """Run the job with four ranks in ``where``."""
+    where.mkdir(exist_ok=True)
+    result = where / "result"
+    command = [
+        str(BIN / launcher),
+        *(["run"] if launcher == "holdfast" else []),
+        "--nproc-per-node",
+        str(RANKS),
+    ]
+    command += [JOB, "--steps", str(STEPS), "--result", str(result), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=where,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BOUND_S,
+    )
+    return Result(done.returncode, done.stdout, result)
+
+
+def events(where: Path, kind: str) -> list[dict[str, Any]]:
+    """Lines of one kind in the run's event log."""
+    (log,) = where.glob("runs/*/events.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line for line in lines if line.get("kind") == kind]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """The undisturbed bare run of a layout, started once."""
+    known: dict[str, Result] = {}
+
+    def run(layout: str) -> Result:
+        if layout not in known:
+            known[layout] = start("torchrun", tmp_path_factory.mktemp("bare"), "--bare", "--layout", layout)
+            assert known[layout].code == 0, known[layout].output
+        return known[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+def test_cut_connections_are_answered_in_place(
+    tmp_path: Path, bare: Callable[[str], Result], layout: str
+) -> None:
+    got = start("holdfast", tmp_path, "--layout", layout, "--cut", "1@4")
+    assert got.code == 0, got.output
+    assert got.digests == bare(layout).digests
+    assert "retry in place" in got.output
+    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("ddp", "0@4"), ("hsdp", "3@0")])
+def test_killed_rank_loses_nothing(
+    tmp_path: Path, bare: Callable[[str], Result], layout: str, victim: str
+) -> None:
+    got = start("holdfast", tmp_path, "--layout", layout, "--die", victim)
+    assert got.code == 0, got.output
+    assert got.digests == bare(layout).digests
+    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 2
+
+
+def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+    root = tmp_path / "ckpts"
+    arguments = ("--layout", "hsdp", "--checkpoint", str(root), "--ask-exit", "2@3")
+    first = start("holdfast", tmp_path, *arguments)
+    assert first.code == Exit.REQUEUE, first.output
+    assert first.output.count("Graceful exit is triggered, stop training") >= 1
+    (saved,) = Root(root).list()
+    assert saved.valid and 4 <= saved.step < STEPS
+    assert saved.save_id is not None and saved.save_id.kind == "exit"
+    second = start("holdfast", tmp_path, *arguments)
+    assert second.code == 0, second.output
+    assert f"resumed at step {saved.step}" in second.output
+    assert second.digests == bare("hsdp").digests
+
+
+def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+    root = tmp_path / "ckpts"
+    arguments = ("--layout", "ddp", "--checkpoint", str(root), "--die", "0@5")
+    first = start("torchrun", tmp_path, *arguments)
+    assert first.code != 0
+    (saved,) = Root(root).list()
+    assert saved.valid and saved.step == 5, first.output
+    assert saved.save_id is not None and saved.save_id.kind == "last-gasp"
+    second = start("torchrun", tmp_path, *arguments)
+    assert second.code == 0, second.output
+    assert second.digests == bare("ddp").digests
