@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,10 +26,10 @@ from typing import Any, cast
 
 import msgspec
 
-from holdfast.core.ids import Generation
+from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import KvReply, KvRequest
 from holdfast.runtime.client import Client
-from holdfast.runtime.kv import KvServer
+from holdfast.runtime.kv import KvServer, Replies
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = Generation(1, 1)
@@ -134,11 +135,12 @@ class _World:
     """The server's view of one running scenario."""
 
     request: dict[str, Any]
-    kv: KvServer[int] = field(default_factory=KvServer)
+    kv: KvServer
     socks: dict[int, socket.socket] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     generation: Generation = FIRST
+    stopped: set[int] = field(default_factory=set)
 
     def start(self, rank: int) -> None:
         """Fork one rank of the current generation."""
@@ -153,10 +155,12 @@ class _World:
         self.socks[rank] = ours
         self.pids[rank] = pid
 
-    def deliver(self, replies: list[tuple[int, KvReply]]) -> None:
-        """Send replies to ranks that still live."""
-        for rank, reply in replies:
-            self.tell(rank, reply)
+    def deliver(self, replies: Replies) -> None:
+        """Send replies to ranks that still live; a process's id is its member id."""
+        for member, reply in replies:
+            for rank, pid in self.pids.items():
+                if pid == member:
+                    self.tell(rank, reply)
 
     def tell(self, rank: int, frame: Frame) -> None:
         """Send to a rank, if it lives."""
@@ -171,8 +175,9 @@ class _World:
     def gone(self, rank: int) -> None:
         """A rank ended: reap it; a killed one is announced and, when asked for, replaced."""
         self.socks.pop(rank).close()
-        self.kv.forget(rank)
-        _, status = os.waitpid(self.pids.pop(rank), 0)
+        pid = self.pids.pop(rank)
+        self.kv.forget(MemberId(pid))
+        _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):
             return
         self.results.append({"rank": rank, "signal": os.WTERMSIG(status)})
@@ -186,7 +191,7 @@ class _World:
     def handle(self, rank: int, frame: Frame) -> None:
         """One frame of a rank."""
         if isinstance(frame, KvRequest):
-            self.deliver(self.kv.request(time.monotonic(), rank, frame))
+            self.deliver(self.kv.request(time.monotonic(), MemberId(self.pids[rank]), frame))
         elif isinstance(frame, Result):
             entry: dict[str, Any] = {"rank": rank, "value": json.loads(frame.value)}
             if frame.error:
@@ -194,6 +199,7 @@ class _World:
             self.results.append(entry)
         elif isinstance(frame, Say) and frame.kind == "stop-me":
             os.kill(self.pids[rank], signal.SIGSTOP)
+            self.stopped.add(rank)
             for other in list(self.socks):
                 if other != rank:
                     self.tell(other, Order("stopped", self.generation, rank))
@@ -208,7 +214,7 @@ class _World:
         for rank in range(self.request["world"]):
             self.start(rank)
         deadline = time.monotonic() + self.request["bound_s"]
-        while self.socks and time.monotonic() < deadline:
+        while set(self.socks) - self.stopped and time.monotonic() < deadline:
             ready, _, _ = select.select(list(self.socks.values()), [], [], 0.02)
             self.deliver(self.kv.expire(time.monotonic()))
             for sock in ready:
@@ -224,7 +230,7 @@ class _World:
         for rank, pid in self.pids.items():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            if not any(r["rank"] == rank and "value" in r for r in self.results):
+            if rank not in self.stopped and not any(r["rank"] == rank and "value" in r for r in self.results):
                 self.results.append({"rank": rank, "hung": True})
         return sorted(self.results, key=lambda r: (r["rank"], "value" in r))
 
@@ -260,7 +266,8 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what ranks print must not mix with the answers
     for line in sys.stdin:
-        answer = _World(json.loads(line)).run()
+        with tempfile.TemporaryDirectory() as folder:
+            answer = _World(json.loads(line), KvServer(Path(folder) / "kv.log")).run()
         os.write(out, json.dumps(answer).encode() + b"\n")
 
 

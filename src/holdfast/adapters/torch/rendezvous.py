@@ -146,7 +146,8 @@ class ControlStore(Store):
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> ControlStore:
-        return ControlStore(self._client, self._prefix, self._stop)
+        """Itself: it has no connection of its own, and C++ would lose the Python half of a copy at once."""
+        return self
 
 
 def _as_bytes(value: str | bytes) -> bytes:

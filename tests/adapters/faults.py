@@ -1,0 +1,341 @@
+"""What the ranks of ``test_groups_faults.py`` do while one of them dies or stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.gloo import Recorder
+from holdfast.adapters.torch.heal import heal, rehearsals_needed
+from holdfast.adapters.torch.rendezvous import ControlStore
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError, PeerLost, UnsupportedError
+from holdfast.runtime.client import Client
+from tests.adapters.features import digest
+from tests.adapters.worlds import Line, Order, Say
+
+SIZE = 64
+LIMIT = timedelta(seconds=300)
+"""Longer than any test: who waits for it has not come out."""
+
+
+def _value(rank: int, turn: int) -> float:
+    return float(turn % 100 + rank + 1)
+
+
+def _all_reduce(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.full((numel,), _value(rank, turn))
+    dist.all_reduce(x)
+    return x, torch.full_like(x, sum(_value(r, turn) for r in range(size)))
+
+
+def _reduce_scatter(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(numel)
+    dist.reduce_scatter_tensor(x, torch.full((numel * size,), _value(rank, turn)))
+    return x, torch.full_like(x, sum(_value(r, turn) for r in range(size)))
+
+
+def _all_gather(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(numel * size)
+    dist.all_gather_into_tensor(x, torch.full((numel,), _value(rank, turn)))
+    return x, torch.tensor([_value(r, turn) for r in range(size)]).repeat_interleave(numel)
+
+
+def _broadcast(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.full((numel,), _value(rank, turn))
+    dist.broadcast(x, turn % size)
+    return x, torch.full_like(x, _value(turn % size, turn))
+
+
+def _all_to_all(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(numel * size)
+    dist.all_to_all_single(x, torch.full((numel * size,), _value(rank, turn)))
+    return x, torch.tensor([_value(r, turn) for r in range(size)]).repeat_interleave(numel)
+
+
+def _ring(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.empty(numel)
+    sent = dist.isend(torch.full((numel,), _value(rank, turn)), (rank + 1) % size)
+    dist.recv(x, (rank - 1) % size)
+    assert sent is not None
+    sent.wait()
+    return x, torch.full_like(x, _value((rank - 1) % size, turn))
+
+
+def _barrier(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    dist.barrier()
+    return torch.zeros(1), torch.zeros(1)
+
+
+def _future(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
+    x = torch.full((numel,), _value(rank, turn))
+    dist.all_reduce(x, async_op=True).get_future().wait()
+    return x, torch.full_like(x, sum(_value(r, turn) for r in range(size)))
+
+
+OPERATIONS: dict[str, Callable[[int, int, int, int], tuple[Tensor, Tensor]]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+    "ring": _ring,
+    "barrier": _barrier,
+    "future": _future,
+}
+
+
+def _push(line: Line) -> list[float]:
+    """Poison when the control plane says so; returns where the moment will be noted."""
+    told: list[float] = []
+
+    def fence(order: Order) -> None:
+        told.append(time.monotonic())
+        fabric().poison(f"rank {order.number} is gone")
+
+    line.orders["fence"] = fence
+    line.orders["stopped"] = fence
+    return told
+
+
+def lose_a_peer(
+    line: Line, operation: str, victim: int, how: str, numel: int, shield: bool, seed: int, idle: bool = False
+) -> dict[str, Any]:
+    """Repeat an operation until the victim is killed (``how`` = kill) or stopped at a random moment inside it.
+
+    Returns: ``turns`` done soundly, ``end`` (how this rank came out), ``out_ms`` after it was told; and, the process
+    being poisoned, how it answers another call.
+    """
+    told = _push(line)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    state = fabric()
+    state.shield(shield)
+    run = OPERATIONS[operation]
+    run(line.rank, line.world_size, 0, numel)
+    if line.rank == victim:
+        delay_s = random.Random(seed).uniform(0.0, 0.03)
+        threading.Timer(delay_s, lambda: line.say(Say("kill-me" if how == "kill" else "stop-me"))).start()
+    turns, end = 0, "poisoned"
+    try:
+        while True:
+            turns += 1
+            if idle and line.rank == victim:
+                time.sleep(60)
+            result, expected = run(line.rank, line.world_size, turns, numel)
+            if state.poisoned:
+                break
+            assert torch.equal(result, expected), f"success with wrong data in turn {turns}"
+    except PeerLost:
+        end = "PeerLost"
+    out = time.monotonic()
+    again = "completed"
+    try:
+        run(line.rank, line.world_size, 0, numel)
+    except PeerLost:
+        again = "PeerLost"
+    assert state.quiesce()
+    return {"turns": turns, "end": end, "again": again, "out_ms": (out - told[0]) * 1e3 if told else None}
+
+
+def answers_when_poisoned(line: Line) -> dict[str, str]:
+    """Every way in which a poisoned or sealed process answers, and what loopback and bugs do not do."""
+    dist.init_process_group("gloo")
+    state = fabric()
+    seen: list[str] = []
+    state.on_poison(seen.append)
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            found[name] = repr(call())
+        except BaseException as error:
+            found[name] = type(error).__name__
+
+    def gather() -> list[Any]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, line.rank)
+        return everyone
+
+    def listen() -> list[Any]:
+        box: list[Any] = ["mine"]
+        dist.broadcast_object_list(box, 1 - line.rank)
+        return box
+
+    attempt("wrong sizes", lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)))
+    attempt("wrong type", lambda: dist.all_reduce("text"))
+    attempt("vote", lambda: state.reduce_vote([1, line.rank]))
+    found["sound after bugs"] = repr(not state.poisoned)
+    state.loopback()
+    attempt("loopback vote", lambda: state.reduce_vote([1]))
+    attempt("loopback gather", gather)
+    attempt("loopback broadcast", listen)
+    state.reconfigure(state.generation)
+    attempt("live again", lambda: state.reduce_vote([1]))
+    state.seal_updates(True)
+    attempt("sealed", lambda: dist.all_reduce(torch.ones(1)))
+    attempt("sealed vote", lambda: state.reduce_vote([1]))
+    state.seal_updates(False)
+    state.poison("first")
+    state.poison("second")
+    attempt("outside", lambda: dist.all_reduce(torch.ones(1)))
+    attempt("outside objects", gather)
+    state.shield(True)
+    attempt("inside", lambda: dist.all_reduce(torch.ones(1)))
+    attempt("inside objects", gather)
+    attempt("poisoned vote", lambda: state.reduce_vote([1]))
+    found["reason"] = state.reason
+    found["told of own poison"] = repr(seen)
+    attempt("same generation", lambda: state.reconfigure(state.generation))
+    attempt("next generation", lambda: state.reconfigure(Generation(1, 2)))
+    attempt("sound", gather)
+    return found
+
+
+def second_fault(line: Line) -> dict[str, str]:
+    """Rank 0 rebuilds while rank 1 does not come; another fault ends that; the generation after it works."""
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    state = fabric()
+    state.poison("first")
+    found = {}
+    if line.rank == 0:
+        threading.Timer(0.3, lambda: state.poison("second fault")).start()
+        try:
+            state.reconfigure(Generation(1, 2))
+        except GroupError as error:
+            found["stopped"] = str(error)
+        found["poisoned"] = repr(state.poisoned)
+    state.reconfigure(Generation(1, 3))
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    found["sum"] = repr(x.item())
+    return found
+
+
+def no_control_plane(line: Line, path: str) -> str:
+    """Reconfigure in a process that has no client."""
+    Client._current = None
+    dist.init_process_group("gloo", store=FileStore(path, 1), rank=0, world_size=1)
+    fabric().poison("test")
+    try:
+        fabric().reconfigure(Generation(1, 2))
+    except GroupError as error:
+        return str(error)
+    return "rebuilt"
+
+
+def builtin_hook(line: Line) -> str:
+    """DDP's C++ hooks are refused by name."""
+    dist.init_process_group("gloo")
+    model = DDP(nn.Linear(2, 2))
+    try:
+        register: Callable[[Any], None] = model._register_builtin_comm_hook
+        register(torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE)
+    except UnsupportedError as error:
+        return str(error)
+    return "accepted"
+
+
+def foreign_socket(line: Line) -> dict[str, int]:
+    """A connection that something else opens while gloo connects is not gloo's."""
+    store = ControlStore(line, "foreign/")
+    with socket.create_server(("127.0.0.1", 0)) as server, Recorder() as recorder:
+        backend = dist.ProcessGroupGloo(store, line.rank, line.world_size, LIMIT)
+        mine = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    endpoints = recorder.endpoints(store, line.rank, line.world_size)
+    count = len(endpoints)
+    endpoints.shutdown()
+    mine.sendall(b"alive")
+    received = accepted.recv(5)
+    endpoints.close()
+    del backend
+    return {"gloo": count, "received": len(received)}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def replaced(line: Line, victim: int, kill_at: int, steps: int) -> dict[str, Any]:
+    """DDP training with a vote; the victim is killed before its vote of ``kill_at`` and replaced by a new process."""
+    told = threading.Event()
+
+    def fence(order: Order) -> None:
+        fabric().poison(f"rank {order.number} is gone")
+        told.set()
+
+    line.orders["fence"] = fence
+    state = fabric()
+    newcomer = line.generation != Generation(1, 1)
+    if newcomer:
+        state.loopback()  # groups, DDP and its rehearsal need no peers
+    dist.init_process_group("gloo", timeout=LIMIT)
+    torch.manual_seed(0)
+    model = DDP(Small(), bucket_cap_mb=0.003)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def backward(step: int) -> None:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step * 10 + line.rank))
+        (model(x) ** 2).mean().backward()
+
+    def share() -> int:
+        """All take step, weights and momenta from a survivor."""
+        source = (victim + 1) % line.world_size
+        step_now = torch.tensor([step])
+        dist.broadcast(step_now, source)
+        for p in model.parameters():
+            momentum = optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            dist.broadcast(p.detach(), source)
+            dist.broadcast(momentum, source)
+        return int(step_now.item())
+
+    step = 0
+    if newcomer:
+        while rehearsals_needed(model):
+            backward(0)
+            heal(model)
+        state.reconfigure(state.generation)
+        heal(model)
+        step = share()
+    while step < steps:
+        state.shield(True)
+        backward(step)
+        if line.rank == victim and step == kill_at and not newcomer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            passed = state.reduce_vote([0 if state.poisoned else 1])[0] == line.world_size
+        except PeerLost:
+            passed = False
+        state.shield(False)
+        if passed:
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            continue
+        assert told.wait(20)
+        state.quiesce()
+        heal(model)
+        state.reconfigure(Generation(1, 2))
+        assert share() == step
+    return {"digest": digest(model.parameters()), "newcomer": newcomer}

@@ -1,0 +1,109 @@
+"""Peers that die, stop or come late: survivors get out in the right way, and no wrong result counts as sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters import faults
+from tests.adapters.worlds import Worlds
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+
+def _survivors(results: list[dict[str, Any]], victim: int) -> list[dict[str, Any]]:
+    failed = [r for r in results if "error" in r or "hung" in r]
+    assert not failed, "\n".join(str(r.get("error", r)) for r in failed)
+    found: list[dict[str, Any]] = [r["value"] for r in results if "value" in r and r["rank"] != victim]
+    return found
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("operation", list(faults.OPERATIONS))
+def test_survivors_come_out(worlds: Worlds, operation: str, how: str) -> None:
+    """The group's own timeout is 300 s; a world that is not out after 40 s fails as hung."""
+    for trial, (shield, numel) in enumerate([(True, 1), (False, 1), (True, 50_000)]):
+        victim = trial + 1
+        results = worlds.run(
+            faults.lose_a_peer,
+            4,
+            push=True,
+            operation=operation,
+            victim=victim,
+            how=how,
+            numel=numel,
+            shield=shield,
+            seed=trial,
+        )
+        survivors = _survivors(results, victim)
+        assert len(survivors) == 3
+        # A call that ended well just before the flag was seen also ends the loop; the next one tells.
+        assert {s["end"] for s in survivors} <= ({"poisoned"} if shield else {"poisoned", "PeerLost"})
+        assert {s["again"] for s in survivors} == {"completed" if shield else "PeerLost"}
+
+
+def test_the_first_error_frees_all_without_a_control_plane(worlds: Worlds) -> None:
+    """Who sees the death shuts its own connections, so the news travels through the groups themselves."""
+    results = worlds.run(
+        faults.lose_a_peer, 4, operation="ring", victim=0, how="kill", numel=64, shield=False, seed=1
+    )
+    assert len(_survivors(results, 0)) == 3
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_replaced_and_nobody_can_tell(worlds: Worlds, victim: int) -> None:
+    undisturbed = worlds.values(faults.replaced, 4, victim=victim, kill_at=99, steps=8)
+    results = worlds.run(faults.replaced, 4, push=True, replace=True, victim=victim, kill_at=4, steps=8)
+    assert {"rank": victim, "signal": 9} in results
+    values = [r["value"] for r in results if "value" in r]
+    assert sum(v["newcomer"] for v in values) == 1
+    assert [v["digest"] for v in values] == [v["digest"] for v in undisturbed]
+
+
+def test_answers_of_a_process_in_every_mode(worlds: Worlds) -> None:
+    for rank, found in enumerate(worlds.values(faults.answers_when_poisoned)):
+        assert found == {
+            "wrong sizes": "RuntimeError",
+            "wrong type": "TypeError",
+            "vote": "[2, 1]",
+            "sound after bugs": "True",
+            "loopback vote": "PeerLost",
+            "loopback gather": f"[{rank}, {rank}]",
+            "loopback broadcast": "['mine']",
+            "live again": "[2]",
+            "sealed": "StepError",
+            "sealed vote": "[2]",
+            "outside": "PeerLost",
+            "outside objects": "PeerLost",
+            "inside": "None",
+            "inside objects": "GroupAborted",
+            "poisoned vote": "PeerLost",
+            "reason": "first",
+            "told of own poison": "[]",
+            "same generation": "GroupError",
+            "next generation": "None",
+            "sound": "[0, 1]",
+        }
+
+
+def test_a_second_fault_ends_a_rebuild_and_the_next_generation_works(worlds: Worlds) -> None:
+    first, second = worlds.values(faults.second_fault)
+    assert "second fault" in first["stopped"]
+    assert first["poisoned"] == "True"
+    assert first["sum"] == second["sum"] == "2.0"
+
+
+def test_without_a_control_plane_reconfigure_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    (text,) = worlds.values(faults.no_control_plane, 1, path=str(tmp_path / "store"))
+    assert "no control plane" in text and "holdfast run" in text
+
+
+def test_builtin_hooks_are_refused_by_name(worlds: Worlds) -> None:
+    (text,) = worlds.values(faults.builtin_hook, 1)
+    assert "ALLREDUCE" in text and "default_hooks.allreduce_hook" in text
+
+
+def test_only_the_sockets_of_gloo_are_shut(worlds: Worlds) -> None:
+    assert worlds.values(faults.foreign_socket, 3) == [{"gloo": 2, "received": 5}] * 3

@@ -1,0 +1,208 @@
+"""Installing behind torch's names, and the parts that need no second process."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _test_python_store
+from torch.distributed import distributed_c10d as c10d
+
+from holdfast.adapters.torch import groups, local
+from holdfast.adapters.torch.fabric import Fabric
+from holdfast.adapters.torch.handle import COLLECTIVES, ReconfigurableGroup
+from holdfast.adapters.torch.nccl import Abort
+from holdfast.adapters.torch.rendezvous import ControlStore
+from holdfast.adapters.torch.works import is_bug
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import KvReply, KvRequest
+from holdfast.errors import GroupError, UnsupportedError
+from holdfast.runtime.kv import KvServer
+
+pytestmark = pytest.mark.torch
+
+
+class LocalClient:
+    """A control client whose store is in this process."""
+
+    generation = Generation(1, 1)
+    rank = 0
+    world_size = 1
+
+    def __init__(self, server: KvServer) -> None:
+        self._server = server
+        self._next = 0
+
+    def kv(
+        self,
+        op: Any,
+        keys: tuple[str, ...] = (),
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+        timeout_s: float = 300.0,
+    ) -> KvReply:
+        self._next += 1
+        request = KvRequest(self._next, op, keys, value, expected, amount, timeout_s)
+        now = time.monotonic()
+        replies = self._server.request(now, MemberId(1), request) or self._server.expire(now + timeout_s)
+        (reply,) = [reply for _, reply in replies if reply.request_id == request.request_id]
+        return reply
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    yield LocalClient(KvServer(tmp_path / "kv.log"))
+
+
+def test_library_mode_installs_once() -> None:
+    code = """
+import holdfast.torch as ht, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+helper = c10d._new_process_group_helper
+ht.install()
+assert ht.installed() and c10d._new_process_group_helper is helper
+store = dist.HashStore()
+for backend in ("gloo", "cpu:gloo", None):
+    dist.init_process_group(backend, store=dist.PrefixStore(str(backend), store), rank=0, world_size=1)
+    group = dist.group.WORLD
+    print(type(group).__name__, dist.get_backend(), group.name(), len(ht.fabric().reduce_vote([1])))
+    dist.destroy_process_group()
+import torch.testing._internal.distributed.fake_pg
+dist.init_process_group("fake", rank=0, world_size=2)
+print(type(dist.group.WORLD).__name__, dist.get_backend())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "ReconfigurableGroup gloo gloo 1",
+        "ReconfigurableGroup cpu:gloo gloo 1",
+        "ReconfigurableGroup undefined gloo 1",
+        "FakeProcessGroup fake" if "FakeProcessGroup" in done.stdout else "ProcessGroup fake",
+    ]
+
+
+def test_another_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def helper(size: int, backend: str) -> None:
+        """A torch that makes groups in another way."""
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
+    with pytest.raises(UnsupportedError, match=str(torch.__version__).replace("+", r"\+")):
+        groups.install()
+    assert not groups.installed()
+
+
+def test_this_torch_is_the_one_known() -> None:
+    """The pin: the maker of groups, and every method that a C++ group offers for communication."""
+    helper = c10d._new_process_group_helper
+    assert tuple(inspect.signature(helper).parameters) == groups._HELPER_PARAMETERS
+    own = vars(ReconfigurableGroup)
+    base = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
+    not_communication = {
+        *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "boxed", "unbox"),
+        *("_backend_id", "_enable_collectives_timing", "_has_hooks", "_id", "_pybind11_conduit_v1_"),
+        *("_register_backend", "_register_on_completion_hook", "_set_default_backend"),
+        *("_wait_for_pending_works", "bound_device_id", "get_group_store", "merge_remote_group"),
+        *("split_group", "use_pg_for_symm_mem_rendezvous"),
+    }
+    assert base - set(own) - not_communication == set()
+    assert all(getattr(own[name], "_torchdynamo_disable", False) for name in COLLECTIVES)
+
+
+def test_store_passes_torchs_own_test(client: LocalClient) -> None:
+    store = ControlStore(client, "g1.1/")
+    _test_python_store(store)
+    assert store.get("foo") == b"bar"
+
+
+def test_store_waits_end(client: LocalClient) -> None:
+    store = ControlStore(client, "g1.1/")
+    with pytest.raises(dist.DistStoreError, match=r"g1\.1/absent"):
+        store.wait(["absent"], timedelta(milliseconds=10))
+    stopped = ControlStore(client, "g1.1/", stop=lambda: "rank 3 is gone")
+    with pytest.raises(GroupError, match="rank 3 is gone"):
+        stopped.wait(["absent"])
+
+
+def test_stores_of_two_generations_share_nothing(client: LocalClient) -> None:
+    old, new = ControlStore(client, "g1.1/"), ControlStore(client, "g1.2/")
+    old.set("key", "old")
+    assert old.check(["key"]) and not new.check(["key"])
+    assert (old.num_keys(), new.num_keys()) == (1, 0)
+
+
+class SlowBackend:
+    """An NCCL backend whose abort takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        self.may_end.wait(20)
+
+
+def _ended_well(abort: Abort) -> bool:
+    return abort.done and abort.error is None
+
+
+def test_an_abort_that_does_not_return_is_seen() -> None:
+    backend = SlowBackend()
+    abort = Abort(backend).start()
+    assert not abort.done
+    backend.may_end.set()
+    deadline = time.monotonic() + 20
+    while not abort.done and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert _ended_well(abort)
+
+
+def test_a_late_error_of_an_older_generation_is_no_news() -> None:
+    fabric = Fabric()
+    told: list[str] = []
+    fabric.on_poison(told.append)
+    fabric.broke("all_reduce", RuntimeError("late"), fabric.epoch - 1)
+    assert not fabric.poisoned and not told
+    fabric.broke("all_reduce", RuntimeError("Connection closed by peer\nstack"), fabric.epoch)
+    fabric.broke("all_reduce", RuntimeError("again"), fabric.epoch)
+    assert [fabric.poisoned] == [True]
+    assert told == [fabric.reason] == ["all_reduce: Connection closed by peer"]
+
+
+def test_collectives_are_counted() -> None:
+    fabric = Fabric()
+    counted: list[int] = []
+    fabric.on_collective(counted.append)
+    fabric.begin("a")
+    fabric.begin("b")
+    fabric.on_collective(None)
+    fabric.begin("c")
+    assert counted == [1, 2] and fabric.collectives == 3
+
+
+def test_bugs_are_told_from_faults() -> None:
+    assert is_bug(TypeError("x")) and is_bug(RuntimeError("ProcessGroupGloo::allreduce: invalid tensor"))
+    assert not is_bug(RuntimeError("[pair.cc:553] Connection closed by peer"))
+
+
+def test_local_outputs_are_sane_whatever_their_layout() -> None:
+    output = torch.full((4, 2), torch.nan).t()
+    local.repeat(output, torch.arange(4.0), 2)
+    assert output.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    short = torch.full((3,), torch.nan)
+    local.copy(short, torch.ones(2))
+    assert short.tolist() == [0, 0, 0]
+    part = torch.empty(2)
+    local.chunk(part, torch.arange(6.0), 2, 3)
+    assert part.tolist() == [4, 5]
