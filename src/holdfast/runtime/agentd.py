@@ -48,7 +48,7 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.kv import KvServer
 from holdfast.runtime.page import Page
-from holdfast.runtime.procs import Processes, belongs, recorded_members, sweep
+from holdfast.runtime.procs import Processes, belongs, recorded_members, sweep, wait_gone
 from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -117,6 +117,7 @@ class AgentDaemon:
         server, port = await self._hub.listen()
         self._run.write_endpoint("agent", "127.0.0.1", port)
         self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        self._driver.guard_loop()
         self._driver.start()
         self._watch_launcher()
         loop = asyncio.get_running_loop()
@@ -150,6 +151,7 @@ class AgentDaemon:
             left = sweep(self._run)
             if left:
                 self._journal.append("leftovers_killed", {"pids": left})
+                await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
         self._journal.append("agent_ended", {"code": self._over.result()})

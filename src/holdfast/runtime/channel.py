@@ -183,6 +183,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         # Only a client's connect() waits for ``ready``; an unread exception there would be a warning.
         if self._role is not None and not self.ready.done():
             self.ready.set_exception(error)
+            self.ready.exception()  # marks it as seen: connect() may have given up
 
 
 class BlockingChannel(Generic[M]):

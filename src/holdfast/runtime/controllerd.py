@@ -99,6 +99,7 @@ class ControllerDaemon:
             on_message=self._heard,
             on_close=self._closed,
         )
+        self._driver.guard_loop()
         self._driver.start()
         server, port = await hub.listen()
         self._run.write_endpoint("controller", "127.0.0.1", port)

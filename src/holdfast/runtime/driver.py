@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.core.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
+from holdfast.errors import InternalError
 from holdfast.journal import Journal
 
 
@@ -62,11 +63,24 @@ class Driver:
             while self._events and not self.failure.done():
                 self._step(self._events.popleft())
         except Exception as error:  # whatever broke: the daemon must end with it, not go on half-alive
-            if not self.failure.done():
-                self.failure.set_exception(error)
-            self.close()
+            self.fail(error)
         finally:
             self._busy = False
+
+    def fail(self, error: BaseException) -> None:
+        """Something that the machine relies on broke: end ``failure`` with it."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+        self.close()
+
+    def guard_loop(self) -> None:
+        """Let an exception in any callback of the event loop be a failure, instead of a line in a log."""
+
+        def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            loop.default_exception_handler(context)
+            self.fail(context.get("exception") or InternalError(str(context["message"])))
+
+        asyncio.get_running_loop().set_exception_handler(failed)
 
     def close(self) -> None:
         """Forget all timers and events."""

@@ -108,7 +108,11 @@ class Processes:
         try:
             if await self._join_zygote():
                 return
-            self._start_zygote()
+            try:
+                self._start_zygote()
+            except OSError as error:
+                self._give_up_zygote(f"cannot start {self._python()}: {error.strerror}")
+                return
             deadline = time.monotonic() + ZYGOTE_START_S
             while time.monotonic() < deadline and not self._ending:
                 if self._zygote_process is not None and self._zygote_process.poll() is not None:
@@ -116,7 +120,7 @@ class Processes:
                 if await self._join_zygote():
                     return
                 await asyncio.sleep(POLL_S)
-            self._give_up_zygote()
+            self._give_up_zygote(f"it did not answer, see {self._run.path / 'zygote.log'}")
         finally:
             self._connecting = None
 
@@ -152,12 +156,11 @@ class Processes:
                 start_new_session=True,
             )
 
-    def _give_up_zygote(self) -> None:
+    def _give_up_zygote(self, why: str) -> None:
         if self._ending:
             return
         self._hopeless = True
-        log = str(self._run.path / "zygote.log")
-        self._journal.append("zygote_unusable", {"log": log, "then": "every worker is started from scratch"})
+        self._journal.append("zygote_unusable", {"reason": why, "then": "every worker starts from scratch"})
         self._start_waiting()
 
     def _zygote_lost(self, channel: Channel[ZygoteMessage]) -> None:
@@ -313,8 +316,6 @@ class Processes:
             for member_id in list(self.living):
                 self.kill(member_id)
             await asyncio.sleep(POLL_S)
-        if self._zygote is not None:
-            self._zygote.send(Quit())
         await self._end_zygote()
 
     def _zygote_lives_or(self, otherwise: bool) -> bool:
@@ -326,7 +327,7 @@ class Processes:
         pid = process.pid if process is not None else endpoint.pid if endpoint is not None else 0
         if not pid:
             return
-        if self._zygote is not None:
+        if self._zygote is not None and self._zygote.send(Quit()):
             await wait_gone(pid, QUIT_WAIT_S)
         if process is not None:
             process.kill()

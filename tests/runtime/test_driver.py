@@ -1,0 +1,133 @@
+"""The driver: order of journal and effects, timers, and that nothing fails quietly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+from holdfast.core.ids import NodeId
+from holdfast.core.messages import (
+    AgentBeat,
+    CancelTimer,
+    Command,
+    Finish,
+    Message,
+    Record,
+    SetTimer,
+    Tick,
+)
+from holdfast.errors import InternalError
+from holdfast.journal import Journal
+from holdfast.runtime.driver import Driver
+
+BEAT = AgentBeat(node_id=NodeId("n"))
+
+
+class Script:
+    """A machine that answers the n-th event with the n-th list of commands."""
+
+    def __init__(self, *answers: list[Command]) -> None:
+        self.answers = list(answers)
+        self.events: list[Message] = []
+
+    def start(self, now: float) -> list[Command]:
+        return self.answers.pop(0)
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        self.events.append(event)
+        return self.answers.pop(0)
+
+
+def run(
+    path: Path, machine: Script, body: Callable[[Driver], None], execute: Callable[[Command], None]
+) -> BaseException | None:
+    """Drive ``machine`` until ``Finish`` was executed or the driver failed; returns the failure."""
+
+    async def main() -> BaseException | None:
+        over = asyncio.get_running_loop().create_future()
+
+        def act(command: Command) -> None:
+            execute(command)
+            if isinstance(command, Finish):
+                over.set_result(None)
+
+        log = Journal.open(path, "test")
+        driver = Driver(machine, log, act)
+        driver.guard_loop()
+        body(driver)
+        await asyncio.wait({over, driver.failure}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        log.close()
+        driver.close()
+        return driver.failure.exception() if driver.failure.done() else None
+
+    return asyncio.run(main())
+
+
+FINISH = Finish(code=0, reason="r")
+
+
+def test_records_are_in_the_log_before_any_effect(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    seen: list[list[str]] = []
+    machine = Script([FINISH, Record(kind="late", data={}), Record(kind="later", data={})])
+    failure = run(
+        path,
+        machine,
+        Driver.start,
+        lambda command: seen.append([event.kind for event in journal.read(path).events]),
+    )
+    assert failure is None and seen == [["late", "later"]]
+
+
+def test_timers_replace_each_other_and_are_cancelled(tmp_path: Path) -> None:
+    machine = Script(
+        [
+            SetTimer(name="a", delay_s=30.0),
+            SetTimer(name="a", delay_s=0.02),
+            SetTimer(name="b", delay_s=0.01),
+            CancelTimer(name="b"),
+        ],
+        [FINISH],
+    )
+    assert run(tmp_path / "log", machine, Driver.start, lambda command: None) is None
+    assert machine.events == [Tick(name="a")]
+
+
+def test_an_event_posted_by_an_effect_comes_after_all_effects(tmp_path: Path) -> None:
+    order: list[str] = []
+    machine = Script([Finish(code=1, reason="one"), FINISH], [])
+    drivers: list[Driver] = []
+
+    def body(driver: Driver) -> None:
+        drivers.append(driver)
+        driver.start()
+
+    def execute(command: Command) -> None:
+        assert isinstance(command, Finish)
+        order.append(command.reason)
+        if command.reason == "one":
+            drivers[0].post(BEAT)
+            order.append("posted")
+            assert machine.events == []
+
+    with pytest.raises(asyncio.InvalidStateError):
+        raise run(tmp_path / "log", machine, body, execute) or AssertionError("the second Finish must fail")
+    assert order == ["one", "posted", "r"]
+
+
+def test_a_broken_machine_executor_or_callback_is_a_failure(tmp_path: Path) -> None:
+    def explode(command: Command) -> None:
+        raise InternalError("no such effect")
+
+    broken = run(tmp_path / "a", Script([FINISH]), Driver.start, explode)
+    assert isinstance(broken, InternalError)
+    assert isinstance(run(tmp_path / "b", Script(), Driver.start, explode), IndexError)
+
+    def later(driver: Driver) -> None:
+        asyncio.get_running_loop().call_soon(lambda: 1 // 0)
+
+    assert isinstance(run(tmp_path / "c", Script(), later, explode), ZeroDivisionError)

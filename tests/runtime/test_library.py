@@ -1,0 +1,109 @@
+"""Library mode: ranks started by someone else find or start one agent, which watches them and leaves with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+from holdfast.errors import UnsupportedError
+from holdfast.runtime.library import join_or_start_agent
+from tests.runtime.runs import exists, until
+
+RANK = """
+import os, sys, time
+from holdfast.core.messages import Fence, Settled
+from holdfast.runtime.library import join_or_start_agent
+rank = int(os.environ["RANK"])
+client = join_or_start_agent(rank=rank, local_rank=rank, world_size=3, local_world_size=3)
+print(client.run_dir, flush=True)
+client.kv("add", ("here",), amount=1)
+while int(client.kv("get", ("here",)).value or b"0") < 3:
+    time.sleep(0.01)
+print("joined", flush=True)
+time.sleep(600 if sys.argv[1] == "stay" else 0.2)
+client.close()
+"""
+
+
+def start_ranks(tmp_path: Path, mode: str) -> list[subprocess.Popen[str]]:
+    """Three ranks with the variables of torchrun."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, mode],
+            env={**env, "RANK": str(rank)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 2, 0)
+    ]
+
+
+def run_dir_of(rank: subprocess.Popen[str]) -> Path:
+    """Where a rank says that its run is, once it has joined."""
+    assert rank.stdout is not None
+    path = Path(rank.stdout.readline().strip())
+    assert rank.stdout.readline() == "joined\n"
+    return path
+
+
+def gone(pid: int) -> bool:
+    return not exists(pid)
+
+
+def agent_pid(run_dir: Path) -> int:
+    return next(
+        int(e.data["pid"]) for e in journal.read(run_dir / "events.jsonl").events if e.kind == "agent_started"
+    )
+
+
+@pytest.mark.processes
+def test_all_ranks_share_one_agent_that_ends_after_them(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time beside the pointer of the first
+        ranks = start_ranks(tmp_path, "go")
+        dirs = {run_dir_of(rank) for rank in ranks}
+        assert len(dirs) == 1
+        run_dir = dirs.pop()
+        for rank in ranks:
+            assert rank.wait(30) == 0
+            assert rank.stdout is not None
+            rank.stdout.close()
+        pid = agent_pid(run_dir)
+        until("the agent is gone", partial(gone, pid))
+        assert not (run_dir / "agent.json").exists() and not (run_dir / "pages").exists()
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.processes
+def test_a_dead_rank_is_seen_and_the_others_leave(tmp_path: Path) -> None:
+    ranks = start_ranks(tmp_path, "stay")
+    try:
+        run_dir = next(iter({run_dir_of(rank) for rank in ranks}))
+        ranks[0].kill()
+
+        def dead() -> bool:
+            events = journal.read(run_dir / "events.jsonl").events
+            return any(e.kind == "member_exited" and e.data["rank"] == 1 for e in events)
+
+        until("seen", dead)
+        assert [rank.wait(30) != 0 for rank in ranks] == [True, True, True]
+        until("the agent is gone", lambda: not exists(agent_pid(run_dir)))
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+
+
+def test_several_nodes_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="one node"):
+        join_or_start_agent(rank=0, local_rank=0, world_size=4, local_world_size=2, runs_dir=tmp_path)
