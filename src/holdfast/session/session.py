@@ -20,7 +20,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.messages import ExitAgreed, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
-from holdfast.errors import StepError, StoreWriteError, UsageError
+from holdfast.errors import HoldfastError, StepError, StoreWriteError, UsageError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
@@ -406,7 +406,8 @@ class Session:
         rank = self._rank
         state = rank.fail()
         if self._client is not None and (self._adapter.poisoned or rank.fenced):
-            log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, error)
+            what = error.message if isinstance(error, HoldfastError) else str(error)
+            log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
             rank.await_leave()
         elif state != "torn":
             self._open_saver.rescue(state == "aborted")

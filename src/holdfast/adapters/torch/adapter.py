@@ -72,6 +72,7 @@ class TorchAdapter:
         self._backward_seen = False
         self._updating = False
         self._rehearsals = 0
+        self._rehearsed = self.world_size == 1
 
     # ------------------------------------------------------------------ hooks
 
@@ -241,8 +242,11 @@ class TorchAdapter:
 
     def rehearse(self) -> bool:
         """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
+        if self._rehearsed:
+            return False
         waiting = any(rehearsals_needed(module) for _, module in modules_of(self._model))
-        if self.world_size == 1 or not waiting or self._rehearsals >= REHEARSALS_MAX:
+        if not waiting or self._rehearsals >= REHEARSALS_MAX:
+            self._rehearsed = True
             return False
         self._rehearsals += 1
         self._fabric.loopback()

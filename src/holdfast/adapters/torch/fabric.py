@@ -195,7 +195,7 @@ class Fabric:
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
-                hint="the job goes on from its last committed state; put evaluation in `with s.section(...)`",
+                hint="wait: the job goes on by itself from its last committed step",
             )
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: {self.reason}")

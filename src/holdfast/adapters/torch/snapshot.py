@@ -53,19 +53,22 @@ class Snapshot:
         self.undo.clear()
 
     def _take_buffers(self) -> None:
+        changed: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
         with torch.no_grad():
             for slot in self._state.names.buffers:
                 live = slot.get()
                 if live is None:
                     continue
                 known = self._buffers.get(slot.fqn)
-                if known is not None and known[0] is live:
-                    if live.numel() > SMALL_NUMEL and live._version == known[1]:
-                        continue
-                    known[2].copy_(live)
-                    self._buffers[slot.fqn] = (live, live._version, known[2])
-                else:
+                if known is None or known[0] is not live:
                     self._buffers[slot.fqn] = (live, live._version, live.detach().clone())
+                elif live.numel() <= SMALL_NUMEL or live._version != known[1]:
+                    changed.append(live)
+                    copies.append(known[2])
+                    self._buffers[slot.fqn] = (live, live._version, known[2])
+            if changed:
+                torch._foreach_copy_(copies, changed)
 
     def restore(self) -> None:
         """Put everything back and drop all gradients."""
