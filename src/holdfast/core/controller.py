@@ -210,7 +210,8 @@ class Controller:
             stall_s=event.stall_s,
             error=event.error,
         )
-        if event.sealed and not event.error:
+        if event.sealed and not event.error and job.sealed_directory != save_id.directory():
+            job.sealed_directory = save_id.directory()
             job.sealed_step = max(job.sealed_step, save_id.step)
             job.record("sealed", step=save_id.step, save_kind=save_id.kind, directory=save_id.directory())
         self.recovery.save_reported(now, member, event)

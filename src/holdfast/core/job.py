@@ -57,6 +57,7 @@ class Job:
         self.base_step = past.base_step
         self.step = past.step  # newest decision
         self.sealed_step = past.sealed_step
+        self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
         self.exit_source = past.exit_source
         self.released = past.released

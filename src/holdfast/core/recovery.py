@@ -157,6 +157,8 @@ class Recovery:
         if self._all_opened or len(steps) < job.config.world_size:
             return
         self._all_opened = True
+        if self.phase in ("retrying", "saving", "leaving"):
+            return  # said before the decision, heard after it: the decision knows better
         lost = max(0, job.step - min(steps))
         for fault in self.faults:
             fault.steps_lost = lost

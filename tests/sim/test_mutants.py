@@ -1,0 +1,136 @@
+"""Mutants of the protocol: each one must be caught, by the check that exists for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+import holdfast.core.controller as controller_module
+import holdfast.core.recovery as recovery_module
+from holdfast.core.decision import Decided, Report, decide
+from holdfast.core.ids import Generation
+from holdfast.core.messages import Command, Record
+from holdfast.core.recovery import Recovery
+from holdfast.core.vote import Tally
+from holdfast.sim.checks import Violation
+from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.plant import Save, Store
+from holdfast.sim.worker import SimWorker
+from holdfast.sim.world import World, run_sim
+
+SEEDS = 400
+RANKS = 4
+
+
+def faults_of(seed: int) -> tuple[SimFault, ...]:
+    """Two to four faults, the way the ordinary simulation draws them."""
+    rng = random.Random(seed)
+    return random_faults(rng, RANKS, 1.5, rng.randint(2, 4))
+
+
+def catch(world: type[World] = World) -> set[str]:
+    """Run seeds until a check catches something; the names of what was caught."""
+    for seed in range(SEEDS):
+        try:
+            run_sim(RANKS, seed, faults_of(seed), world=world)
+        except Violation as violation:
+            return {violation.name}
+    return set()
+
+
+def test_the_unmutated_protocol_is_not_caught() -> None:
+    assert catch() == set()
+
+
+def test_accepting_a_stale_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_stale(message: Generation, current: Generation) -> bool:
+        return False
+
+    monkeypatch.setattr(controller_module, "is_stale", never_stale)
+    assert catch() & {"decided_after_all_settled", "decision_is_true", "one_fate_per_step"}
+
+
+class Careless(Store):
+    """Plans whatever it is asked for, and seals as soon as every source has written."""
+
+    def uncovered(self, layouts: Mapping[str, bytes], sources: tuple[int, ...]) -> str:
+        return ""
+
+    def is_complete(self, save: Save) -> bool:
+        return set(save.shares) == set(save.sources)
+
+
+def test_sealing_what_is_not_covered() -> None:
+    class Mutant(World):
+        store_type = Careless
+
+    # Ranks 0 and 2 hold shard 0 of 2: with both dead at once, nobody does.
+    faults = tuple(SimFault(kind="kill", at_s=0.75, rank=rank) for rank in (0, 2))
+    with pytest.raises(Violation) as caught:
+        run_sim(RANKS, 1, faults, world=Mutant)
+    assert caught.value.name == "sealed_is_covered"
+
+
+def test_acting_before_persisting() -> None:
+    class Mutant(World):
+        """Sends first, writes the journal afterwards."""
+
+        def execute_controller(self, commands: list[Command]) -> None:
+            for command in commands:
+                self._act_for_controller(command)
+            self.journal.extend(c for c in commands if isinstance(c, Record))
+
+    assert catch(Mutant) == {"persist_then_act"}
+
+
+def test_deciding_alone_in_doubt() -> None:
+    class Rash(SimWorker):
+        """Gives a step up by itself when its vote broke, and would go on with the next attempt."""
+
+        def vote_broken(self) -> None:
+            if self.alive and not self.stopped and self.machine.state == "voting":
+                self.machine.vote_refused()
+
+    class Mutant(World):
+        worker_type = Rash
+
+    assert catch(Mutant) & {"one_fate_per_step", "decision_is_true"}
+
+
+def test_applying_alone_in_doubt() -> None:
+    class Rash(SimWorker):
+        """Takes a broken vote for a passed one."""
+
+        def vote_broken(self) -> None:
+            if self.alive and not self.stopped and self.machine.state == "voting":
+                self.vote_result(Tally(passed=True))
+
+    class Mutant(World):
+        worker_type = Rash
+
+    assert catch(Mutant) & {"one_fate_per_step", "decision_is_true", "one_step_at_a_time"}
+
+
+def test_deciding_before_all_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Recovery.progress
+
+    def hasty(recovery: Recovery, now: float) -> None:
+        living = recovery.job.roster.living
+        if recovery.phase == "fencing" and len(recovery._reports) * 2 >= len(living) > 0:
+            recovery._plan(now)
+        else:
+            progress(recovery, now)
+
+    monkeypatch.setattr(Recovery, "progress", hasty)
+    assert catch() & {"decided_after_all_settled", "decision_is_true"}
+
+
+def test_never_going_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timid(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
+        undecided = [r for r in reports if r.state in ("in_doubt", "aborted")]
+        return decide(undecided or reports, sealed_step)
+
+    monkeypatch.setattr(recovery_module, "decide", timid)
+    assert catch() & {"decision_is_true", "no_committed_step_is_lost"}

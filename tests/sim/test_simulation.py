@@ -1,0 +1,120 @@
+"""Whole runs on a virtual clock: hundreds of seeds, every invariant after every event."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.core.history import Past
+from holdfast.exits import Exit
+from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.world import SimResult, run_sim
+
+SEEDS = 200
+SIZES = (4, 4, 4, 6, 8, 8, 12, 16)
+LARGE = (32, 64)
+EXPECTED = {
+    Exit.OK,
+    Exit.FAILED,  # the process died after training was done
+    Exit.BAD_INPUT,  # every holder of a shard died before the first checkpoint
+}
+
+
+def simulate(seed: int) -> SimResult:
+    """One run whose size and faults follow from the seed."""
+    rng = random.Random(seed)
+    ranks = rng.choice(LARGE if seed % 25 == 0 else SIZES)
+    return run_sim(ranks, seed, random_faults(rng, ranks, 2.0, rng.randint(1, 4)))
+
+
+def test_hundreds_of_seeds_keep_every_invariant() -> None:
+    results = [simulate(seed) for seed in range(SEEDS)]
+    assert {Exit(r.code) for r in results} <= EXPECTED
+    assert sum(r.code == Exit.OK for r in results) > 0.95 * SEEDS
+    assert all(r.step == 12 for r in results if r.code == Exit.OK)
+    assert sum(r.recovered for r in results) > SEEDS
+    assert sum(r.forward for r in results) > 0, "no run had a decision that carried ranks in doubt forward"
+    assert sum(r.back for r in results) > 0, "no run had a decision that took ranks in doubt back"
+
+
+def test_undisturbed_run_needs_no_recovery() -> None:
+    result = run_sim(8, 1)
+    assert (result.code, result.step, result.recovered) == (Exit.OK, 12, 0)
+
+
+@pytest.mark.parametrize("state", ["starting", "ready", "compute", "voting", "updating"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_kill_in_any_phase_loses_nothing(state: str, rank: int) -> None:
+    faults = (SimFault(kind="kill", at_s=0.5, rank=rank, state=state, delay_s=0.001),)  # type: ignore[arg-type]
+    result = run_sim(4, 7, faults)
+    lost = [r.data["steps_lost"] for r in result.records if r.kind == "recovered"]
+    assert result.code == Exit.OK and result.step == 12
+    if state != "starting":  # nothing starts any more at 0.5 s
+        assert lost == [0]
+
+
+def test_phases_of_a_recovery_never_go_backwards() -> None:
+    seen = 0
+    for seed in range(40):
+        for record in simulate(seed).records:
+            if record.kind == "recovered":
+                names = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
+                times = [float(str(record.data[f"{name}_s"])) for name in names]
+                assert times == sorted(times) and times[0] >= 0.0
+                seen += 1
+    assert seen > 20
+
+
+def test_graceful_exit_saves_and_asks_to_be_requeued() -> None:
+    result = run_sim(4, 3, (SimFault(kind="ask_exit", at_s=0.6),), until=50)
+    assert result.code == Exit.REQUEUE
+    assert 0 < result.step < 50
+    assert any(r.kind == "sealed" and r.data["step"] == result.step for r in result.records)
+
+
+def test_a_fault_during_a_graceful_exit_still_saves() -> None:
+    for seed in range(30):
+        faults = (
+            SimFault(kind="ask_exit", at_s=0.6),
+            SimFault(kind="kill", at_s=0.6 + 0.01 * seed, rank=seed % 4),
+        )
+        result = run_sim(4, seed, faults, until=50)
+        assert result.code in (Exit.REQUEUE, Exit.FAILED), result.reason
+        assert result.code == Exit.REQUEUE or "after training" in result.reason
+
+
+def test_the_past_is_what_the_records_say() -> None:
+    faults = (SimFault(kind="kill", at_s=0.5, rank=1), SimFault(kind="kill", at_s=1.5, rank=2))
+    result = run_sim(4, 5, faults)
+    past = Past.read(result.records)
+    assert past.attempts == 3 and past.last_member == 12
+    assert [s.member_id for s in past.seats] == [9, 10, 11, 12]
+    assert [a.action for a in past.answered] == ["restart_last_gasp", "restart_last_gasp"]
+    assert past.step > 0 and past.session and past.opened and past.released
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    script = (
+        "import random\n"
+        "from holdfast.sim.faults import random_faults\n"
+        "from holdfast.sim.world import run_sim\n"
+        "for seed in range(3):\n"
+        "    faults = random_faults(random.Random(seed), 16, 2.0, 4)\n"
+        "    print(run_sim(16, seed, faults).digest)\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "4242")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0].split())) == 3
