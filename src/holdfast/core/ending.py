@@ -119,7 +119,7 @@ class Ending:
             job.finish(*self.stopping)
         elif all(m.finished or job.released for m in job.roster.members):
             job.finish(*self._outcome())
-        elif not job.session:
+        elif not job.session and all(m.exited and m.exited.code == 0 for m in job.roster.members):
             job.finish(Exit.OK, "every process ended with code 0")
 
     def _outcome(self) -> tuple[Exit, str]:
