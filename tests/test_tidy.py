@@ -124,15 +124,25 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
                         yield inner
 
 
+def carries_unit(annotation: ast.expr | None) -> bool:
+    """A ``timedelta`` knows its unit (and torch's own method names cannot be changed)."""
+    return annotation is not None and "timedelta" in ast.unparse(annotation)
+
+
 def test_quantities_name_their_unit() -> None:
     found = []
     for path in python_files("src"):
         for node in ast.walk(tree_of(path)):
             names: list[str] = []
             if isinstance(node, ast.arguments):
-                names = [a.arg for a in (*node.posonlyargs, *node.args, *node.kwonlyargs)]
-                line = next((a.lineno for a in (*node.posonlyargs, *node.args, *node.kwonlyargs)), 1)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                given = (*node.posonlyargs, *node.args, *node.kwonlyargs)
+                names = [a.arg for a in given if not carries_unit(a.annotation)]
+                line = next((a.lineno for a in given), 1)
+            elif (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and not carries_unit(node.annotation)
+            ):
                 names, line = [node.target.id], node.lineno
             else:
                 continue

@@ -8,11 +8,13 @@ import pytest
 
 from tests.adapters.worlds import Worlds
 
+FEATURES = "tests.adapters.features"  # imported before the forks, not in each of them
+
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Ranks with our process groups installed before the fork."""
-    server = Worlds()
+    server = Worlds(FEATURES, "tests.adapters.aborts", "tests.adapters.faults")
     yield server
     server.close()
 
@@ -20,6 +22,6 @@ def worlds() -> Iterator[Worlds]:
 @pytest.fixture(scope="session")
 def plain_worlds() -> Iterator[Worlds]:
     """Ranks with torch's own process groups, to compare with."""
-    server = Worlds(plain=True)
+    server = Worlds(FEATURES, plain=True)
     yield server
     server.close()

@@ -57,14 +57,14 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         self._new = [fd for inode, fd in _socket_inodes().items() if inode not in self._before]
 
-    def endpoints(self, store: Store, rank: int, size: int) -> Endpoints:
+    def endpoints(self, store: Store, rank: int, world_size: int) -> Endpoints:
         """Duplicates of the connections that gloo made.
 
         Args:
             store: reachable by all members, used for one key per rank.
-            rank, size: of this group.
+            rank, world_size: of this group.
         """
-        if size == 1:
+        if world_size == 1:
             return Endpoints([])
         listeners, connected = _sort([_duplicate(fd) for fd in self._new])
         own = {_port(sock.getsockname()) for sock in listeners}
@@ -77,7 +77,7 @@ class Recorder:
             return Endpoints(accepted)
         theirs = {
             int(port)
-            for peer in range(size)
+            for peer in range(world_size)
             if peer != rank
             for port in store.get(f"ports/{peer}").decode().split(",")
             if port

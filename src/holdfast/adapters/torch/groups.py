@@ -129,7 +129,7 @@ def _create(asked: Any, request: _Request) -> ReconfigurableGroup:
         name=_name(ranks, ordinal),
         order=(ranks, ordinal),
         rank=asked.group_rank,
-        size=asked.group_size,
+        world_size=asked.group_size,
         backends=request.backends,
         timeout=asked.timeout,
         options=request.options,

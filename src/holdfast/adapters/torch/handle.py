@@ -43,7 +43,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
     """
 
     def __init__(self, fabric: Fabric, spec: GroupSpec, store: Store) -> None:
-        super().__init__(spec.rank, spec.size)  # type: ignore[call-arg]  # the form for Python subclasses
+        super().__init__(spec.rank, spec.world_size)  # type: ignore[call-arg]  # the form for Python subclasses
         self._fabric = fabric
         self.spec = spec
         self._store = store
@@ -68,8 +68,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
         client = rendezvous.control_client()
         if client is None:
             return "this process has no control plane (start the job with `holdfast run`)"
-        if not self.spec.order[0] and client.world_size != self.spec.size:
-            return f"the default group has {self.spec.size} ranks, the job {client.world_size}"
+        if not self.spec.order[0] and client.world_size != self.spec.world_size:
+            return f"the default group has {self.spec.world_size} ranks, the job {client.world_size}"
         return ""
 
     def rebuild(self, generation: Generation) -> None:
@@ -85,7 +85,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
             name=f"{VOTE}.{ordinal}",
             order=((), ordinal),
             rank=self.spec.rank,
-            size=self.spec.size,
+            world_size=self.spec.world_size,
             backends=(("cpu", GLOO),),
             timeout=self.spec.timeout,
         )
@@ -216,12 +216,12 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def _reduce_scatter_tensors(
         self, what: str, outputs: list[Tensor], sources: list[Tensor], opts: Any
     ) -> Work:
-        rank, size = self.spec.rank, self.spec.size
+        rank, world_size = self.spec.rank, self.spec.world_size
         opts = opts if opts is not None else dist.ReduceScatterOptions()
 
         def fill() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                local.chunk(output, source, rank, size)
+                local.chunk(output, source, rank, world_size)
 
         def issue(group: dist.ProcessGroup) -> Work:
             if len(outputs) == 1:
@@ -231,9 +231,9 @@ class ReconfigurableGroup(dist.ProcessGroup):
         if not self._by_gloo(outputs[0]):
             return self._run(what, issue, outputs, fill, on=outputs[0])
         for output, source in zip(outputs, sources, strict=True):
-            if output.numel() * size != source.numel():
+            if output.numel() * world_size != source.numel():
                 raise ValueError(
-                    f"{what}: input must have {size} x {output.numel()} elements, not {source.numel()}"
+                    f"{what}: input must have {world_size} x {output.numel()} elements, not {source.numel()}"
                 )
         buffers = [source.detach().reshape(-1).clone() for source in sources]
         return self._scatter_sums(what, outputs, buffers, opts, fill)
@@ -242,7 +242,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         self, what: str, outputs: list[Tensor], buffers: list[Tensor], opts: Any, fill: Fill
     ) -> Work:
         """Reduce-scatter as gloo does it, an all-reduce and a copy; but gloo's own cannot be waited for in slices."""
-        size, rank = self.spec.size, self.spec.rank
+        world_size, rank = self.spec.world_size, self.spec.rank
         reduction = dist.AllreduceOptions()
         reduction.reduceOp = opts.reduceOp
         reduction.timeout = opts.timeout
@@ -253,7 +253,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
         def after() -> None:
             for output, buffer in zip(outputs, buffers, strict=True):
-                local.chunk(output, buffer, rank, size)
+                local.chunk(output, buffer, rank, world_size)
 
         return self._run(what, issue, outputs, fill, on=outputs[0], after=after)
 
@@ -288,14 +288,14 @@ class ReconfigurableGroup(dist.ProcessGroup):
             "all_gather_into_tensor",
             lambda g: g.all_gather_single(output, source, *args),
             [output],
-            lambda: local.repeat(output, source, self.spec.size),
+            lambda: local.repeat(output, source, self.spec.world_size),
             on=source,
         )
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], *args: Any) -> Work:
         def fill() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                local.repeat(output, source, self.spec.size)
+                local.repeat(output, source, self.spec.world_size)
 
         return self._run(
             "all_gather_into_tensor_coalesced",
@@ -397,13 +397,13 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self.spec.rank
 
     def size(self) -> int:
-        return self.spec.size
+        return self.spec.world_size
 
     def getRank(self) -> int:
         return self.spec.rank
 
     def getSize(self) -> int:
-        return self.spec.size
+        return self.spec.world_size
 
     def name(self) -> str:
         return self.spec.backends[0][1]

@@ -31,7 +31,7 @@ class GroupSpec:
     Attributes:
         name: key space inside a generation, equal on all members: ordinal and global ranks.
         order: (global ranks, empty for the default group; ordinal): all ranks rebuild in this order.
-        rank, size: of this process in the group, and of the group.
+        rank, world_size: of this process in the group, and of the group.
         backends: device type -> ``gloo`` or ``nccl``.
         timeout: of collectives.
         options: the user's ``pg_options`` (NCCL only), or None.
@@ -41,7 +41,7 @@ class GroupSpec:
     name: str
     order: tuple[tuple[int, ...], int]
     rank: int
-    size: int
+    world_size: int
     backends: tuple[tuple[str, str], ...]
     timeout: timedelta
     options: Any = None
@@ -102,7 +102,7 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
     Raises:
         GroupError: the members did not find each other.
     """
-    group = dist.ProcessGroup(store, spec.rank, spec.size)
+    group = dist.ProcessGroup(store, spec.rank, spec.world_size)
     names = [backend for _, backend in spec.backends]
     group._set_default_backend(BackendType.NCCL if NCCL in names else BackendType.GLOO)
     endpoints: list[Endpoints] = []
@@ -123,7 +123,7 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
         raise
     except RuntimeError as error:
         raise GroupError(
-            f"process group {spec.name} (rank {spec.rank} of {spec.size}) could not be built: {error}"
+            f"process group {spec.name} (rank {spec.rank} of {spec.world_size}) could not be built: {error}"
         ) from error
     group._set_group_name(dist.distributed_c10d.GroupName(spec.name))
     group._set_group_desc(spec.name)
@@ -135,8 +135,8 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
 
 def _gloo(spec: GroupSpec, store: Store, connect_timeout: timedelta, endpoints: list[Endpoints]) -> Backend:
     with Recorder() as recorder:
-        backend = dist.ProcessGroupGloo(store, spec.rank, spec.size, timeout=connect_timeout)
-    endpoints.append(recorder.endpoints(store, spec.rank, spec.size))
+        backend = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout=connect_timeout)
+    endpoints.append(recorder.endpoints(store, spec.rank, spec.world_size))
     backend._set_default_timeout(spec.timeout)
     backend.options.global_ranks_in_group = list(spec.order[0])
     backend.options.group_name = dist.distributed_c10d.GroupName(spec.name)
@@ -152,7 +152,7 @@ def _nccl(spec: GroupSpec, store: Store, abortable: list[Abortable]) -> Backend:
     options._timeout = spec.timeout
     options.global_ranks_in_group = list(spec.order[0])
     options.group_name = spec.name
-    backend: Any = nccl(store, spec.rank, spec.size, options)
+    backend: Any = nccl(store, spec.rank, spec.world_size, options)
     abortable.append(backend)
     built: Backend = backend
     return built

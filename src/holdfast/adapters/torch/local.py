@@ -45,17 +45,17 @@ def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
             zero([target])
 
 
-def repeat(output: torch.Tensor, source: torch.Tensor, size: int) -> None:
-    """``output`` = ``size`` copies of ``source`` (all-gather into one tensor)."""
-    rows = output.detach().reshape(size, -1)
+def repeat(output: torch.Tensor, source: torch.Tensor, world_size: int) -> None:
+    """``output`` = ``world_size`` copies of ``source`` (all-gather into one tensor)."""
+    rows = output.detach().reshape(world_size, -1)
     rows.copy_(source.detach().reshape(1, -1).expand_as(rows))
     if rows.data_ptr() != output.data_ptr():  # not contiguous: the reshape was a copy
         output.detach().copy_(rows.reshape(output.shape))
 
 
-def chunk(output: torch.Tensor, source: torch.Tensor, rank: int, size: int) -> None:
-    """``output`` = the ``rank``-th of ``size`` equal parts of ``source`` (reduce-scatter of one tensor)."""
-    copy(output, source.detach().reshape(size, -1)[rank])
+def chunk(output: torch.Tensor, source: torch.Tensor, rank: int, world_size: int) -> None:
+    """``output`` = the ``rank``-th of ``world_size`` equal parts of ``source`` (reduce-scatter of one tensor)."""
+    copy(output, source.detach().reshape(world_size, -1)[rank])
 
 
 def zip_copy(outputs: Tensors, inputs: Tensors) -> None:

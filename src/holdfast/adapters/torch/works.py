@@ -177,12 +177,12 @@ class GuardedWork(Work):
             raise self._error
         return True
 
-    def _await(self, deadline: float | None) -> None:
+    def _await(self, deadline_s: float | None) -> None:
         if self._way is Wait.STREAM:
             self._inner.wait()
             return
         if self._way is Wait.THREAD:
-            self._blocking().join(lambda: self._fabric.poisoned, deadline, self._what)
+            self._blocking().join(lambda: self._fabric.poisoned, deadline_s, self._what)
             return
         inner = self._inner
         while True:
@@ -195,7 +195,7 @@ class GuardedWork(Work):
                     return
                 if self._fabric.poisoned:
                     raise
-                if deadline is not None and time.monotonic() >= deadline:
+                if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise _UserTimeout(f"{self._what}: not complete within the given timeout") from None
 
     def _blocking(self) -> Blocking:
@@ -361,15 +361,15 @@ class Blocking:
                 return
         callback(self)
 
-    def join(self, stopped: Callable[[], bool], deadline: float | None, what: str) -> None:
+    def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         """Wait for the helper.
 
-        Raises: the work's own error, FaultError when ``stopped``, RuntimeError past ``deadline``.
+        Raises: the work's own error, FaultError when ``stopped``, RuntimeError past ``deadline_s``.
         """
         while not self.ended.wait(SLICE.total_seconds()):
             if stopped():
                 raise _Interrupted(f"{what} was interrupted")
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise _UserTimeout(f"{what}: not complete within the given timeout")
         if self.error is not None:
             raise self.error
