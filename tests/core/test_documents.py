@@ -1,0 +1,33 @@
+"""The documents say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from holdfast.core.policy import Action
+from holdfast.core.recovery import PHASES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_phases_in_the_document_are_the_phases_in_the_code() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `([\w ]+)` \| `(\w+)` \|$", (DOCS / "protocol.md").read_text(), re.MULTILINE
+    )
+    assert rows == [(phase, event, target) for (phase, event), target in PHASES.items()]
+
+
+def test_every_rung_is_explained() -> None:
+    text = (DOCS / "protocol.md").read_text()
+    assert [action for action in get_args(Action) if f"| `{action}` |" not in text] == []
+
+
+def test_every_record_kind_is_documented() -> None:
+    documented = set(re.findall(r"`(\w+)`", (DOCS / "events.md").read_text()))
+    sources = (ROOT / "src" / "holdfast" / "core").glob("*.py")
+    recorded = {k for path in sources for k in re.findall(r"record\(\s*\"(\w+)\"", path.read_text())}
+    assert len(recorded) > 20
+    assert recorded - documented == set()

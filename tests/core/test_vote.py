@@ -1,0 +1,57 @@
+"""The vote vector: what passes, and why the rest does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.vote import STEP_MODULUS, VECTOR_LENGTH, WORLD_SIZE_MAX, Ballot, Tally
+from holdfast.errors import InternalError
+
+
+def tally(*ballots: Ballot, world_size: int | None = None) -> Tally:
+    """What everyone reads."""
+    total = [sum(column) for column in zip(*(b.encode() for b in ballots), strict=True)]
+    return Tally.read(total, world_size or len(ballots))
+
+
+def test_unanimous_sound_votes_pass() -> None:
+    assert tally(*[Ballot(step=41)] * 4) == Tally(passed=True)
+
+
+def test_one_flag_is_everyones() -> None:
+    result = tally(Ballot(step=3), Ballot(step=3, exit=True), Ballot(step=3, save=True, nonfinite=True))
+    assert result == Tally(passed=True, exit=True, save=True, nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    ("ballots", "world_size", "reason"),
+    [
+        ([Ballot(step=3)] * 3, 4, "3 of 4 ranks voted"),
+        ([Ballot(step=3)] * 3 + [Ballot(step=3, unsound=True)], 4, "1 of 4 ranks saw a collective break"),
+        ([Ballot(step=3)] * 3 + [Ballot(step=4)], 4, "different steps"),
+        ([Ballot(step=3)], 2, "1 of 2"),
+    ],
+)
+def test_everything_else_is_refused_with_its_reason(
+    ballots: list[Ballot], world_size: int, reason: str
+) -> None:
+    result = tally(*ballots, world_size=world_size)
+    assert not result.passed and reason in result.reason
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=64))
+def test_steps_agree_exactly_when_they_are_equal(steps: list[int]) -> None:
+    passed = tally(*(Ballot(step=s) for s in steps)).passed
+    assert passed == (len({s % STEP_MODULUS for s in steps}) == 1)
+
+
+def test_the_largest_sum_fits_int64() -> None:
+    largest = max(Ballot(step=STEP_MODULUS - 1, unsound=True, exit=True, save=True, nonfinite=True).encode())
+    assert largest * WORLD_SIZE_MAX < 2**63
+
+
+def test_a_vector_of_another_length_is_an_internal_error() -> None:
+    with pytest.raises(InternalError, match=f"expected {VECTOR_LENGTH}"):
+        Tally.read([1, 0], 1)
