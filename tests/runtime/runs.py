@@ -133,11 +133,15 @@ class Run:
         """Until one rank has printed ``text``."""
         until(f"{text!r} of rank {rank}", lambda: text in self.log(rank, attempt))
 
-    def error_file(self, rank: int, attempt: int = 0) -> Any:
-        """The error file of one rank."""
-        return msgspec.json.decode(
-            (self.dir.path / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.error.json").read_bytes()
-        )
+    def logs(self) -> str:
+        """What all ranks printed: whichever failed first has the last words, the others were killed."""
+        return "".join(path.read_text() for path in sorted(self.dir.path.glob("attempt-*/rank-*.log")))
+
+    def error_files(self) -> list[Any]:
+        """All error files."""
+        return [
+            msgspec.json.decode(path.read_bytes()) for path in self.dir.path.glob("attempt-*/*.error.json")
+        ]
 
     def left(self) -> list[int]:
         """Processes that carry this run in their environment or on their command line."""

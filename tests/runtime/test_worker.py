@@ -75,9 +75,9 @@ def test_a_script_that_raises_at_import_is_told_and_not_repeated_for_ever(tmp_pa
     with Run(tmp_path, "def f():\n    raise ValueError('no such thing')\nf()\n", nproc=2) as run:
         run.start()
         assert run.wait() == 1
-        text = run.log(0)
+        text = run.logs()
         assert "ValueError: no such thing" in text and "in f" in text and "worker.py" not in text
-        message = run.error_file(0)["message"]
+        message = run.error_files()[0]["message"]
         assert message["message"] == "ValueError: no such thing"
         assert "Traceback" in message["extraInfo"]["py_callstack"]
         assert run.nothing_left()
@@ -89,14 +89,14 @@ def test_a_typed_user_error_ends_the_run_with_bad_input(tmp_path: Path) -> None:
         run.start()
         assert run.wait() == 3
         assert len(run.events("generation_started")) == 1
-        assert "next: remove X" in run.log(0)
+        assert "next: remove X" in run.logs()
 
 
 def test_a_missing_script_is_bad_input(tmp_path: Path) -> None:
     with Run(tmp_path, nproc=2, target=str(tmp_path / "absent.py")) as run:
         run.start()
         assert run.wait() == 3
-        assert "cannot read the training script" in run.log(0)
+        assert "cannot read the training script" in run.logs()
 
 
 def test_the_codes_of_sys_exit_are_kept(tmp_path: Path) -> None:
