@@ -1,7 +1,8 @@
 """The bare twin of ``train.py``: the same training in plain torch.
 
-It shares the documented seed function (random numbers of a step are a function of seed, rank and step) and nothing
-else of Holdfast: no session, no vote, torch's own process groups. Its digest must equal that of the session's run.
+It shares the documented seed functions (random numbers of a step are a function of seed, rank and step, those of a
+sample of seed, epoch and index) and nothing else of Holdfast: no session, no vote, torch's own process groups. Its
+digest must equal that of the session's run.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from holdfast.adapters.torch.rng import reseed
+from holdfast.adapters.torch.rng import reseed, sample_seed, seed_all
 from holdfast.drill.parts import (
+    Pair,
     Parts,
     accumulate,
     average_statistics,
@@ -27,17 +30,40 @@ from holdfast.drill.parts import (
 from holdfast.drill.trace import Trace
 
 
-def batches(parts: Parts, steps: int) -> Iterator[tuple[int, list[Tensor]]]:
+class Seeded(Dataset[Pair]):
+    """A dataset that seeds the default generators before each sample; ``epoch`` is set before its workers start."""
+
+    def __init__(self, inner: Dataset[Pair], seed: int) -> None:
+        self.inner = inner
+        self.seed = seed
+        self.epoch = 0
+
+    def __getitem__(self, index: int) -> Pair:
+        """The sample, the same in whichever process loads it."""
+        seed_all(sample_seed(self.seed, self.epoch, index))
+        return self.inner[index]
+
+
+def batches(parts: Parts, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
     """Step numbers and batches over as many epochs as ``steps`` needs."""
-    step = epoch = 0
+    plain = parts.loader
+    data = Seeded(plain.dataset, seed)
+    loader = DataLoader(
+        data,
+        plain.batch_size,
+        sampler=parts.sampler,
+        num_workers=plain.num_workers,
+        drop_last=plain.drop_last,
+    )
+    step = 0
     while step < steps:
-        parts.sampler.set_epoch(epoch)
-        for batch in parts.loader:
+        parts.sampler.set_epoch(data.epoch)
+        for batch in loader:
             yield step, batch
             step += 1
             if step == steps:
                 return
-        epoch += 1
+        data.epoch += 1
 
 
 def main() -> None:
@@ -49,7 +75,7 @@ def main() -> None:
     parts = build(settings, rank, world_size)
     trace = Trace(settings.trace, rank)
     loss = 0.0
-    for step, batch in batches(parts, settings.steps):
+    for step, batch in batches(parts, settings.steps, settings.seed):
         reseed(settings.seed, rank, step)
         loss = accumulate(parts, batch)
         average_statistics(parts)

@@ -21,17 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast import journal
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
 from holdfast.drill.grammar import MOMENT, Fault
-from holdfast.errors import ProtocolError
+from holdfast.drill.watch import Run, Seen, alive
 from holdfast.runtime.page import Page
 
 POLL_S = 0.0005
 HELD_S_MAX = 0.01
 FIRST_STEP_S = 0.05
 ACTIONS = {"kill": TrapAction.HOLD, "exception": TrapAction.RAISE, "exit": TrapAction.EXIT}
-GONE = (Phase.FINISHED, Phase.LEFT)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -57,72 +55,6 @@ class Injected(msgspec.Struct, frozen=True):
     step: int
     committed_step: int
     moment_ns: int
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """The page of one living worker."""
-
-    path: Path
-    member: int
-    rank: int
-    pid: int
-
-
-class Run:
-    """The run as seen from outside.
-
-    Args:
-        directory: of the run.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._events = journal.Follower(directory / "events.jsonl")
-        self.resumed_s: list[float] = []
-        self.ended = False
-
-    def poll(self) -> None:
-        """Read new events."""
-        for event in self._events.poll():
-            if event.kind == "resumed":
-                self.resumed_s.append(event.t_mono)
-            elif event.kind == "run_ended":
-                self.ended = True
-
-    def workers(self) -> dict[int, Seen]:
-        """Living workers by rank."""
-        found: dict[int, Seen] = {}
-        for path in (self.directory / "pages").glob("page-*"):
-            try:
-                page = Page.open(path)
-            except (OSError, ProtocolError):
-                continue  # removed, or not complete yet: the next poll tells
-            with closing(page):
-                seen = Seen(path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
-                newer = seen.rank not in found or seen.member > found[seen.rank].member
-                if newer and seen.pid > 0 and _alive(seen.pid) and page.state()[1] not in GONE:
-                    found[seen.rank] = seen
-        return found
-
-    def committed_step(self) -> int:
-        """The highest step that a page shows: ``step`` updates were done before it."""
-        steps = [0]
-        for path in (self.directory / "pages").glob("page-*"):
-            try:
-                page = Page.open(path)
-            except (OSError, ProtocolError):
-                continue
-            with closing(page):
-                steps.append(page.state()[0])
-        return max(steps)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 class Injector:
@@ -152,7 +84,7 @@ class Injector:
                 return
 
     def _wait_recovered(self, since_s: float) -> bool:
-        while not any(moment_s > since_s for moment_s in self.run.resumed_s):
+        while not any(event.t_mono > since_s for event in self.run.all_of("resumed")):
             self.run.poll()
             if self.run.ended:
                 return False
@@ -215,7 +147,7 @@ class Injector:
 
     def _go_on(self, pid: int) -> bool:
         time.sleep(POLL_S)
-        return _alive(pid)
+        return alive(pid)
 
     def _kill(self, victims: list[Seen]) -> tuple[int, int] | None:
         """SIGKILL; None when the first victim was gone already."""
@@ -233,7 +165,7 @@ class Injector:
         self, number: int, fault: Fault, victims: list[Seen], page: Page, moment_ns: int, committed: int
     ) -> Injected:
         deadline_s = time.monotonic() + 1.0
-        while fault.kind != "exception" and _alive(victims[0].pid) and time.monotonic() < deadline_s:
+        while fault.kind != "exception" and alive(victims[0].pid) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         step, phase = page.state()
         return Injected(

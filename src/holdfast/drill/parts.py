@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -72,28 +73,27 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
 
 
 class Windows(Dataset[Pair]):
-    """Text windows with random augmentation: a shifted crop, and some input bytes masked.
+    """Text windows with random augmentation, drawn from the default generators as most datasets do.
 
-    Each item draws from a generator seeded by (seed, index), so a loader worker's own seed does not matter.
+    Item ``index`` lies in its own part of the text; where in it, and which input bytes are masked, is random.
     """
 
-    def __init__(self, text: npt.NDArray[np.uint8], context: int, length: int, seed: int) -> None:
+    def __init__(self, text: npt.NDArray[np.uint8], context: int, length: int) -> None:
         self.text = text
         self.context = context
         self.length = length
-        self.seed = seed
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Pair:
         """Tokens and next tokens, int64, shape ``(context,)`` each."""
-        random = np.random.default_rng((self.seed, index))
-        start = int(random.integers(0, len(self.text) - self.context - 1))
-        window = self.text[start : start + self.context + 1].astype(np.int64)
-        targets = window[1:].copy()
-        tokens = np.where(random.random(self.context) < MASKED, MASK_TOKEN, window[:-1])
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
+        part = len(self.text) // self.length
+        room = max(1, part - self.context - 1)
+        start = min(index * part + random.randrange(room), len(self.text) - self.context - 1)
+        window = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
+        masked = torch.rand(self.context) < MASKED
+        return window[:-1].masked_fill(masked, MASK_TOKEN), window[1:]
 
 
 @dataclass
@@ -130,7 +130,7 @@ def build(settings: Settings, rank: int, world_size: int) -> Parts:
         network = DistributedDataParallel(gpt)
     optimizer = AdamW(gpt.parameters(), lr=LEARNING_RATE)
     scheduler = CosineAnnealingLR(optimizer, T_max=settings.steps)
-    data = Windows(text, size.context, size.epoch_steps * size.batch * world_size, settings.seed)
+    data = Windows(text, size.context, size.epoch_steps * size.batch * world_size)
     sampler: DistributedSampler[Pair] = DistributedSampler(
         data, world_size, rank, seed=settings.seed, drop_last=True
     )

@@ -1,0 +1,52 @@
+"""One number for everything that a run ended with.
+
+The drill's own script leaves a file per rank with digests of what is in that rank's memory. For any other script the
+final checkpoint counts: every tensor in it, read back whole, so that the way it was cut into files does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import xxhash
+
+from holdfast.store.layout import Box
+from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.root import Root
+
+COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers", "scheduler", "loss")
+
+
+def digest_of_results(directory: Path, world_size: int) -> str:
+    """Combined digest of the files that the ranks of the drill's script wrote; empty when one is missing."""
+    total = xxhash.xxh3_128()
+    for rank in range(world_size):
+        path = directory / f"rank-{rank:05d}.json"
+        if not path.exists():
+            return ""
+        fields = json.loads(path.read_text())
+        total.update(json.dumps([fields[key] for key in COMPARED]).encode())
+    return total.hexdigest()
+
+
+def digest_of_checkpoint(root: Path, run_id: str, step: int) -> str:
+    """Digest over names, types, shapes and bytes of all tensors of the checkpoint that ``run_id`` left at ``step``.
+
+    Raises:
+        NothingToResume: there is none.
+        CheckpointInvalid: a byte of it is wrong.
+    """
+    path = Root(root).newest_valid(step, run=run_id).require().path
+    tensors = load_catalogue(path).tensors
+    names = [tensor.fqn for tensor in tensors]
+    total = xxhash.xxh3_128()
+    for tensor in tensors:
+        data = bytearray(tensor.size_bytes)
+        whole = Box.whole(tensor.shape)
+        load_into(
+            path, [Target(tensor.fqn, whole, tensor.dtype, memoryview(data), tensor.shape)], known=names
+        )
+        total.update(f"{tensor.fqn}|{tensor.dtype}|{tensor.shape}|".encode())
+        total.update(data)
+    return total.hexdigest()

@@ -1,0 +1,158 @@
+"""The drill itself: a training job once undisturbed and once with faults, compared bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
+from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
+from holdfast.drill.runner import Outcome, Progress, Runner, failed
+from holdfast.drill.timeline import FaultReport, decisions, fault_reports
+from holdfast.errors import UnsupportedError, UserError
+from holdfast.exits import Exit
+
+MODULE = "holdfast.drill.train"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What to train. ``results``: the script takes ``--result DIR`` and writes one digest file per rank there."""
+
+    command: tuple[str, ...]
+    nproc: int
+    results: bool
+
+    @staticmethod
+    def builtin(*, nproc: int, size: str, layout: str, steps: int, save_every: int = 0) -> Exercise:
+        """The drill's own script."""
+        if layout == "hsdp" and (nproc < 4 or nproc % 2):
+            raise UserError(f"--layout hsdp needs an even number of at least 4 workers, not {nproc}")
+        arguments = ["--size", size, "--layout", layout, "--steps", str(steps)]
+        if save_every:
+            arguments += ["--save-every", str(save_every)]
+        return Exercise(("-m", MODULE, *arguments), nproc, results=True)
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected."""
+
+    identical: bool
+    steps_lost: int
+    digest: str
+    digest_disturbed: str
+    steps: int
+    seed: int
+    code: int
+    undisturbed_s: float
+    disturbed_s: float
+    decisions_forward: int
+    decisions_back: int
+    faults: list[FaultReport]
+    missed: list[str]
+    directory: str
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was lost, and every fault was really injected."""
+        return self.identical and self.steps_lost == 0 and not self.missed and self.code == Exit.OK
+
+
+def require_torch() -> None:
+    """Raises:
+    UnsupportedError: torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError("the drill trains a real model and needs torch: pip install 'holdfast[torch]'")
+
+
+class Drill:
+    """Runs below one directory, which is made.
+
+    Args:
+        base: the directory.
+        exercise: what to train.
+        seed: of everything random about the faults.
+        progress: see :data:`runner.Progress`.
+    """
+
+    def __init__(self, base: Path, exercise: Exercise, seed: int, progress: Progress) -> None:
+        self.base = base
+        self.exercise = exercise
+        self.seed = seed
+        self._runner = Runner(base, exercise.nproc, exercise.command, progress)
+        self._reference: Outcome | None = None
+        self._digest = ""
+
+    def undisturbed(self) -> Outcome:
+        """The run without faults, made once.
+
+        Raises:
+            ScriptError: it did not end well: a drill would prove nothing.
+        """
+        if self._reference is None:
+            self.base.mkdir(parents=True, exist_ok=True)
+            outcome = self._run("undisturbed", ())
+            if outcome.code != Exit.OK or outcome.stalled:
+                raise failed(outcome.directory, outcome.code)
+            self._digest = self._digest_of(outcome)
+            self._reference = outcome
+        return self._reference
+
+    def plan(self, specs: Sequence[FaultSpec]) -> list[Fault]:
+        """The faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
+        steps = self.undisturbed().step
+        if not specs:
+            step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))
+            specs = [parse_fault(f"kill:rank=random@step={step}")]
+        return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
+
+    def disturbed(self, name: str, faults: Sequence[Fault]) -> Verdict:
+        """A run with ``faults``, compared with the undisturbed one."""
+        reference = self.undisturbed()
+        outcome = self._run(name, faults)
+        digest, reason = "", "nothing moved any more: the run was ended" if outcome.stalled else ""
+        if outcome.code == Exit.OK:
+            digest = self._digest_of(outcome)
+        reports = fault_reports(outcome.injected, outcome.events)
+        counts = decisions(outcome.events)
+        return Verdict(
+            identical=bool(digest) and digest == self._digest,
+            steps_lost=sum(report.steps_lost for report in reports),
+            digest=self._digest,
+            digest_disturbed=digest,
+            steps=outcome.step,
+            seed=self.seed,
+            code=outcome.code,
+            undisturbed_s=round(reference.duration_s, 3),
+            disturbed_s=round(outcome.duration_s, 3),
+            decisions_forward=counts["forward"],
+            decisions_back=counts["back"],
+            faults=reports,
+            missed=[str(fault) for fault in faults[len(reports) :]],
+            directory=str(outcome.directory),
+            reason=reason,
+        )
+
+    def _run(self, name: str, faults: Sequence[Fault]) -> Outcome:
+        extra = ("--result", str(self._results(name))) if self.exercise.results else ()
+        return self._runner.run(name, extra, faults, self.seed)
+
+    def _results(self, name: str) -> Path:
+        return (self.base / f"{name}.results").absolute()
+
+    def _digest_of(self, outcome: Outcome) -> str:
+        if self.exercise.results:
+            return digest_of_results(self._results(outcome.directory.name), self.exercise.nproc)
+        if not outcome.root:
+            raise UserError(
+                "the script has no holdfast.session with a checkpoint directory: there is nothing to compare",
+                hint="wrap its model and optimizer in holdfast.session(...), see README.md",
+            )
+        return digest_of_checkpoint(Path(outcome.root), outcome.directory.name, outcome.step)

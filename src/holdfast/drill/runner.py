@@ -1,0 +1,206 @@
+"""One real run of a training script under ``holdfast run``, watched from outside, with or without an injector."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast import journal
+from holdfast.drill.grammar import Fault
+from holdfast.drill.inject import Injected, Plan, read_injected
+from holdfast.drill.watch import Run, alive
+from holdfast.errors import ScriptError
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import SETTINGS_FILE
+
+POLL_S = 0.05
+STALL_S = 120.0
+STOP_S = 10.0
+
+Progress = Callable[[str, int, int], None]
+"""Called often: name of the run, the step it is at, faults injected so far."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over. ``root`` is where its session saved, empty without one."""
+
+    directory: Path
+    code: int
+    step: int
+    duration_s: float
+    injected: list[Injected]
+    events: list[journal.Event]
+    root: str
+    stalled: bool
+
+    @property
+    def log(self) -> Path:
+        """What the launcher printed."""
+        return self.directory.with_suffix(".log")
+
+
+class Runner:
+    """Starts runs below one directory.
+
+    Args:
+        base: directory of this drill.
+        nproc: workers.
+        command: what follows the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
+        progress: see :data:`Progress`.
+        stall_s: a run without any progress for so long is ended.
+    """
+
+    def __init__(
+        self, base: Path, nproc: int, command: Sequence[str], progress: Progress, stall_s: float = STALL_S
+    ) -> None:
+        self.base = base
+        self.nproc = nproc
+        self.command = list(command)
+        self._progress = progress
+        self._stall_s = stall_s
+
+    def run(
+        self, name: str, extra: Sequence[str] = (), faults: Sequence[Fault] = (), seed: int = 0
+    ) -> Outcome:
+        """Run to the end.
+
+        Args:
+            name: of the run directory below the base.
+            extra: more arguments of the script.
+            faults: to inject, in order.
+
+        Raises:
+            ScriptError: the launcher ended before it had made the run.
+        """
+        directory = self.base / name
+        started_s = time.monotonic()
+        with directory.with_suffix(".log").open("wb") as log:
+            launcher = subprocess.Popen(
+                [*self._launch(name, len(faults)), *self.command, *extra],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        injector: subprocess.Popen[bytes] | None = None
+        try:
+            self._wait_made(directory, launcher)
+            if faults:
+                injector = self._start_injector(directory, faults, seed)
+            stalled = not self._watch(directory, launcher)
+        except BaseException:
+            end(launcher, directory)
+            raise
+        finally:
+            if injector is not None:
+                injector.kill()
+                injector.wait()
+        if stalled:
+            end(launcher, directory)
+        return self._outcome(directory, launcher.wait(), time.monotonic() - started_s, stalled)
+
+    def _launch(self, name: str, faults: int) -> list[str]:
+        flags = ["--run-dir", str(self.base), "--run-id", name, "--nproc-per-node", str(self.nproc)]
+        return [
+            sys.executable,
+            "-m",
+            "holdfast.cli.main",
+            "run",
+            *flags,
+            "--max-restarts",
+            str(16 + 2 * faults),
+        ]
+
+    def _wait_made(self, directory: Path, launcher: subprocess.Popen[bytes]) -> None:
+        while not (directory / SETTINGS_FILE).exists():
+            if launcher.poll() is not None:
+                raise failed(directory, launcher.returncode)
+            time.sleep(POLL_S)
+
+    def _start_injector(self, directory: Path, faults: Sequence[Fault], seed: int) -> subprocess.Popen[bytes]:
+        plan, out = plan_path(directory), injected_path(directory)
+        plan.write_bytes(msgspec.json.encode(Plan(tuple(faults), seed, self.nproc)))
+        module = [sys.executable, "-m", "holdfast.drill.inject"]
+        return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
+
+    def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
+        """Until the launcher ends; False when nothing moves any more."""
+        run = Run(directory)
+        seen: tuple[int, ...] = ()
+        moved_s = time.monotonic()
+        while launcher.poll() is None:
+            run.poll()
+            now = (run.committed_step(), len(run.events))
+            if now != seen:
+                seen, moved_s = now, time.monotonic()
+            elif time.monotonic() - moved_s > self._stall_s:
+                return False
+            self._progress(directory.name, now[0], len(read_injected(injected_path(directory))))
+            time.sleep(POLL_S)
+        return True
+
+    def _outcome(self, directory: Path, code: int, duration_s: float, stalled: bool) -> Outcome:
+        events = journal.read(directory / "events.jsonl").events
+        ended = [event for event in events if event.kind == "run_ended"]
+        opened = [event for event in events if event.kind == "session_opened"]
+        return Outcome(
+            directory=directory,
+            code=code,
+            step=int(ended[-1].data["step"]) if ended else 0,
+            duration_s=duration_s,
+            injected=read_injected(injected_path(directory)),
+            events=events,
+            root=str(opened[-1].data["root"]) if opened else "",
+            stalled=stalled,
+        )
+
+
+def plan_path(directory: Path) -> Path:
+    """What the injector is asked to do to the run in ``directory``."""
+    return directory.with_suffix(".plan.json")
+
+
+def injected_path(directory: Path) -> Path:
+    """What the injector did."""
+    return directory.with_suffix(".injected.jsonl")
+
+
+def failed(directory: Path, code: int) -> ScriptError:
+    """The error for a run that ended badly where it must not; quotes the end of what it printed."""
+    log = directory.with_suffix(".log")
+    tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-8:])
+    return ScriptError(f"the {directory.name} run ended with code {code}:\n  {tail}", hint=f"less {log}")
+
+
+def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
+    """End a run whatever state it is in: as a user does (Ctrl-C twice), then by force, and nothing of it stays."""
+    for _ in range(2):
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+    try:
+        launcher.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+    place = RunDir(directory)
+    pids = [worker.pid for worker in Run(directory).workers().values()]
+    endpoints = [place.read_endpoint(name) for name in ("agent", "controller", "zygote")]
+    pids += [found.pid for found in endpoints if found is not None and _belongs(found.pid, directory)]
+    for pid in pids:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _belongs(pid: int, directory: Path) -> bool:
+    """A process number in a file may long be someone else's."""
+    try:
+        return str(directory.absolute()).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

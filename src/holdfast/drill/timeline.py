@@ -1,0 +1,94 @@
+"""From what was injected and what the event log says to one line per fault (pure).
+
+Times are seconds from the fault itself, as the injector's clock saw it, to the event of each phase. A fault that hits
+a recovery under way starts it again, so the last occurrence of a phase counts, except for the first two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from holdfast.core.recovery import SEEN_PHASES
+from holdfast.drill.inject import Injected
+from holdfast.journal import Event
+
+_FIRST_COUNTS = SEEN_PHASES[:2]
+
+
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault and its recovery. ``decision`` is where the in-doubt ranks went: ``forward``, ``back`` or ``none``."""
+
+    kind: str
+    rank: int
+    ranks: tuple[int, ...]
+    phase: str
+    step: int
+    detected_s: float | None = None
+    freed_s: float | None = None
+    fenced_s: float | None = None
+    quiesced_s: float | None = None
+    planned_s: float | None = None
+    restored_s: float | None = None
+    resumed_s: float | None = None
+    action: str = ""
+    decision: str = "none"
+    in_doubt: int = 0
+    steps_lost: int = 0
+
+    def seconds(self, phase: str) -> float | None:
+        """Seconds from the fault to the end of ``phase``, None when it was not reached."""
+        value: float | None = getattr(self, f"{phase}_s")
+        return value
+
+
+def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list[FaultReport]:
+    """One report per injected fault, in their order."""
+    log = list(events)
+    reports = []
+    for index, fault in enumerate(injected):
+        start_s = fault.moment_ns / 1e9
+        end_s = injected[index + 1].moment_ns / 1e9 if index + 1 < len(injected) else float("inf")
+        reports.append(_report(fault, start_s, [e for e in log if start_s <= e.t_mono < end_s]))
+    return reports
+
+
+def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultReport:
+    times: dict[str, float] = {}
+    decision, action, in_doubt, steps_lost, freed_s = "none", "", 0, 0, None
+    for event in events:
+        if event.kind in SEEN_PHASES and not (event.kind in _FIRST_COUNTS and event.kind in times):
+            times[event.kind] = round(event.t_mono - start_s, 6)
+        if event.kind == "planned":
+            steps_lost = max(steps_lost, fault.committed_step - int(event.data["step"]))
+            in_doubt += int(event.data["in_doubt"])
+            if event.data["decision"] != "none":
+                decision = str(event.data["decision"])
+        elif event.kind == "verdict":
+            action = str(event.data["action"])
+        elif event.kind == "recovered":
+            steps_lost = max(steps_lost, int(event.data["steps_lost"]))
+            freed_s = max(freed_s or 0.0, float(event.data["freed_s"]))
+    return FaultReport(
+        kind=fault.kind,
+        rank=fault.ranks[0],
+        ranks=fault.ranks,
+        phase=fault.phase,
+        step=fault.step,
+        freed_s=freed_s,
+        action=action,
+        decision=decision,
+        in_doubt=in_doubt,
+        steps_lost=steps_lost,
+        **{f"{phase}_s": seconds for phase, seconds in times.items()},
+    )
+
+
+def decisions(events: Iterable[Event]) -> dict[str, int]:
+    """How many in-doubt decisions went forward and how many back."""
+    counts = {"forward": 0, "back": 0}
+    for event in events:
+        if event.kind == "planned" and event.data["decision"] in counts:
+            counts[str(event.data["decision"])] += 1
+    return counts

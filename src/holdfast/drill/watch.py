@@ -1,0 +1,86 @@
+"""A run seen from outside: its status pages and its event log, nothing else."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from holdfast import journal
+from holdfast.core.page import Phase, Word
+from holdfast.errors import ProtocolError
+from holdfast.runtime.page import Page
+
+GONE = (Phase.FINISHED, Phase.LEFT)
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The page of one living worker."""
+
+    path: Path
+    member: int
+    rank: int
+    pid: int
+
+
+class Run:
+    """The run as seen from outside.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._follower = journal.Follower(directory / "events.jsonl")
+        self.events: list[journal.Event] = []
+
+    def poll(self) -> None:
+        """Read new events."""
+        self.events += self._follower.poll()
+
+    def all_of(self, kind: str) -> list[journal.Event]:
+        """Events of one kind."""
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def ended(self) -> bool:
+        """The run said that it is over."""
+        return bool(self.events) and self.events[-1].kind == "run_ended"
+
+    def workers(self) -> dict[int, Seen]:
+        """Living workers by rank."""
+        found: dict[int, Seen] = {}
+        for path in (self.directory / "pages").glob("page-*"):
+            try:
+                page = Page.open(path)
+            except (OSError, ProtocolError):
+                continue  # removed, or not complete yet: the next poll tells
+            with closing(page):
+                seen = Seen(path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
+                newer = seen.rank not in found or seen.member > found[seen.rank].member
+                if newer and seen.pid > 0 and alive(seen.pid) and page.state()[1] not in GONE:
+                    found[seen.rank] = seen
+        return found
+
+    def committed_step(self) -> int:
+        """The highest step that a page shows: ``step`` updates were done before it."""
+        steps = [0]
+        for path in (self.directory / "pages").glob("page-*"):
+            try:
+                page = Page.open(path)
+            except (OSError, ProtocolError):
+                continue
+            with closing(page):
+                steps.append(page.state()[0])
+        return max(steps)
+
+
+def alive(pid: int) -> bool:
+    """A process with this number exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
