@@ -7,13 +7,15 @@ a recovery under way starts it again, so the last occurrence of a phase counts, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import msgspec
 
-from holdfast.core.recovery import SEEN_PHASES
+from holdfast.core.fault import Seen
 from holdfast.drill.inject import Injected
 from holdfast.journal import Event
 
+SEEN_PHASES = get_args(Seen)
 _FIRST_COUNTS = SEEN_PHASES[:2]
 
 
