@@ -1,0 +1,81 @@
+"""What the ranks of ``test_boxes.py`` do: cut tensors in every way and compare each box with the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from holdfast.adapters.torch.boxes import parts_of
+from holdfast.adapters.torch.state import TorchState
+from holdfast.errors import StateError
+from holdfast.store.complete import complete_layouts
+from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.plan import plan
+from tests.adapters.worlds import Line
+
+PLACEMENTS: dict[str, list[Any]] = {
+    "replicated": [Replicate(), Replicate()],
+    "sharded": [Replicate(), Shard(0)],
+    "nested": [Shard(0), Shard(0)],
+    "grid": [Shard(0), Shard(1)],
+    "columns": [Shard(1), Replicate()],
+}
+
+
+def boxes_of(tensor: DTensor, whole: Tensor) -> list[str]:
+    """The boxes of this rank; each must hold exactly its region of ``whole``."""
+    found = []
+    for part in parts_of(tensor, "x"):
+        region = whole[tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))]
+        assert torch.equal(tensor._local_tensor[part.where], region), part
+        found.append(str(part.box))
+    return found
+
+
+def cut(line: Line) -> dict[str, list[str]]:
+    """Boxes by kind of placement."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = torch.arange(30.0).reshape(10, 3)
+    found = {name: boxes_of(distribute_tensor(whole, mesh, p), whole) for name, p in PLACEMENTS.items()}
+    for name, style in (("strided rows", ColwiseParallel()), ("strided columns", RowwiseParallel())):
+        torch.manual_seed(0)
+        layer: nn.Module = nn.Linear(6, 10, bias=False)
+        weight = next(layer.parameters()).detach().clone()
+        layer = parallelize_module(layer, mesh["tensor"], style)
+        fully_shard(layer, mesh=mesh["data"])
+        assert isinstance(layer.weight, DTensor)
+        found[name] = boxes_of(layer.weight, weight)
+    try:
+        parts_of(DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()]), "x")
+    except StateError:
+        found["pending"] = ["refused"]
+    return found
+
+
+def late_layouts(line: Line, declared: list[int]) -> str:
+    """HSDP after its first update, of which only the ranks in ``declared`` have told: the completed catalogue."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    state = TorchState(net, {"default": optimizer})
+    rank = dist.get_rank()
+    before = state.collect().layout(rank, 4)
+    net(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    after = state.collect().layout(rank, 4)
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, [(after if rank in declared else before).to_json(), after.to_json()])
+    layouts = {r: RankLayout.from_json(pair[0]) for r, pair in enumerate(told)}
+    full = Catalogue.from_layouts({r: RankLayout.from_json(pair[1]) for r, pair in enumerate(told)})
+    completed = Catalogue.from_layouts(complete_layouts(layouts))
+    assert completed.to_json() == full.to_json()
+    return plan(completed, frozenset({0, 1})).why_incomplete()
