@@ -33,7 +33,8 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
-from holdfast.store.layout import Catalogue
+from holdfast.store.complete import complete_layouts
+from holdfast.store.layout import Catalogue, RankLayout
 from holdfast.store.plan import plan
 from holdfast.wire import MESSAGES
 
@@ -43,7 +44,8 @@ LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
     """Why ``sources`` cannot write a complete checkpoint of ``layouts`` (by rank as text), or an empty string."""
     try:
-        catalogue = Catalogue.from_encoded({int(rank): layout for rank, layout in layouts.items()})
+        known = {int(rank): RankLayout.from_json(layout) for rank, layout in layouts.items()}
+        catalogue = Catalogue.from_layouts(complete_layouts(known))
         return plan(catalogue, frozenset(sources)).why_incomplete()
     except StateError as error:
         return error.message
