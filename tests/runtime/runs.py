@@ -169,4 +169,7 @@ class Run:
     def nothing_left(self) -> bool:
         """No process, page or endpoint remains."""
         files = {path.name for path in self.dir.path.iterdir()}
-        return not self.left() and not files & {"agent.json", "controller.json", "zygote.json", "pages"}
+        rest = [*self.left(), *files & {"agent.json", "controller.json", "zygote.json", "pages"}]
+        if rest:
+            print("left:", rest)
+        return not rest

@@ -85,6 +85,7 @@ class Processes:
         self._waiting: list[Order] = []  # for the zygote
         self._zygote: Channel[ZygoteMessage] | None = None
         self._zygote_process: subprocess.Popen[bytes] | None = None
+        self._zygote_pid = 0
         self._ready = False
         self._hopeless = not settings.zygote or settings.kind == "executable" or settings.library
         self._ending = False
@@ -132,6 +133,7 @@ class Processes:
             await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return False
+        self._zygote_pid = endpoint.pid
         return True
 
     def _zygote_found(self, channel: Channel[ZygoteMessage]) -> None:
@@ -312,19 +314,16 @@ class Processes:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
-        while kill and (self.living or self._asked) and self._zygote_lives_or(bool(self.living)):
+        while kill and (self.living or (self._asked and self._zygote is not None)):
             for member_id in list(self.living):
                 self.kill(member_id)
             await asyncio.sleep(POLL_S)
         await self._end_zygote()
 
-    def _zygote_lives_or(self, otherwise: bool) -> bool:
-        return self._zygote is not None or otherwise
-
     async def _end_zygote(self) -> None:
         """A zygote that still imports cannot hear Quit: it is killed, like one that does not end."""
-        endpoint, process = self._run.read_endpoint("zygote"), self._zygote_process
-        pid = process.pid if process is not None else endpoint.pid if endpoint is not None else 0
+        process = self._zygote_process
+        pid = process.pid if process is not None else self._zygote_pid
         if not pid:
             return
         if self._zygote is not None and self._zygote.send(Quit()):

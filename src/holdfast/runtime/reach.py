@@ -34,6 +34,7 @@ class ControllerLink:
         self._journal = journal
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
         self._channel: Channel[WireMessage] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = False
@@ -65,17 +66,9 @@ class ControllerLink:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._channel is not None:
             self._channel.close()
-        endpoint = self._run.read_endpoint("controller")
-        if self._process is not None:
-            try:
-                await asyncio.to_thread(self._process.wait, END_WAIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        elif endpoint is not None:  # an adopted one is nobody's child of ours
-            if is_controller(endpoint.pid, self._run):
-                await wait_gone(endpoint.pid, END_WAIT_S)
-            self._kill_old()
+        if self._pid:
+            await wait_gone(self._pid, END_WAIT_S)
+        self._kill_old()
         self._run.endpoint_path("controller").unlink(missing_ok=True)
 
     def _launch(self, *, join: bool) -> None:
@@ -107,6 +100,7 @@ class ControllerLink:
             await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return False
+        self._pid = endpoint.pid
         return True
 
     def _start(self) -> None:
@@ -123,8 +117,9 @@ class ControllerLink:
 
     def _kill_old(self) -> None:
         endpoint = self._run.read_endpoint("controller")
-        if endpoint is not None and is_controller(endpoint.pid, self._run):
-            os.kill(endpoint.pid, signal.SIGKILL)
+        for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
+            if pid and is_controller(pid, self._run):
+                os.kill(pid, signal.SIGKILL)
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -26,7 +26,7 @@ from holdfast.errors import ScriptError, StoreError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import open_log
+from holdfast.runtime.rundir import open_log, write_private
 from holdfast.runtime.settings import RunSettings
 
 GROUPS_MODULE = "holdfast.adapters.torch.groups"
@@ -190,7 +190,7 @@ def _write_error_file(what: str, text: str) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})
     try:
-        Path(path).write_bytes(document)
+        write_private(Path(path), document)
     except OSError as error:
         sys.stderr.write(f"holdfast: cannot write the error file {path}: {error.strerror}\n")
 
