@@ -138,7 +138,8 @@ class Fleet:
             self.ending.exited()
         elif dead:
             for member in dead:
-                self.recovery.member_fault(now, member, "exit", "died while nobody decided")
+                if member.exited is not None and member.failed is None:
+                    self._blame(now, member, member.exited)
         elif fenced:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
@@ -222,12 +223,22 @@ class Fleet:
             return
         if self.ending.is_expected(member, event):
             self.ending.exited()
-        elif member.failed is None:
-            how = f"was killed by signal {event.signal}" if event.signal else f"ended with code {event.code}"
-            kind: FaultKind = "silent" if member.kill_reason else "signal" if event.signal else "exit"
-            self.recovery.member_fault(now, member, kind, member.kill_reason or how)
+        elif member.failed is None and not member.is_excused:
+            self._blame(now, member, event)
         if not job.ended:
             self.recovery.exited(now, member)
+
+    def _blame(self, now: float, member: Member, event: MemberExited) -> None:
+        if event.signal:
+            kind: FaultKind = "signal"
+            how = f"was killed by signal {event.signal}"
+        elif event.code is not None:
+            kind, how = "exit", f"ended with code {event.code}"
+        else:
+            kind, how = "exit", "is gone"
+        if member.kill_reason:
+            kind, how = "silent", member.kill_reason
+        self.recovery.member_fault(now, member, kind, how)
 
     # ---------------------------------------------------------------- time
 

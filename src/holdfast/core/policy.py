@@ -140,19 +140,16 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
 
 def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
     for failure in situation.failures:
-        where = f"rank {failure.rank} at step {failure.step}: {failure.kind}: {failure.what}"
+        error = f"{failure.kind}: {failure.what}"
+        where = f"rank {failure.rank} at step {failure.step}: {error}"
         if failure.user_error:
-            return Verdict(
-                action="stop_bad_input", reason="a typed error: trying again cannot help", evidence=(where,)
-            )
+            return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
-            return Verdict(
-                action="stop_user_bug", reason=f"{failure.kind} before any session", evidence=(where,)
-            )
+            return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
         if any((failure.digest, failure.step) in answered.failures for answered in history):
             return Verdict(
                 action="stop_user_bug",
-                reason=f"the same exception at step {failure.step} twice",
+                reason=f"the same exception at step {failure.step} twice: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
     return None

@@ -217,6 +217,9 @@ class Recovery:
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
         self._writing.discard(member.rank)
+        for fault in self.faults:
+            if fault.member_id == member.member_id and member.exited is not None:
+                fault.phase = fault.phase or member.exited.detail
         self.progress(now)
 
     def tick(self, now: float, name: str) -> None:
@@ -283,7 +286,8 @@ class Recovery:
             job.cancel(name)
         for member in job.roster.living:
             if not member.said_hello:
-                job.kill(member, "not connected when the generation was fenced")
+                member.is_excused = True
+                job.kill(member, "was not connected when the generation was fenced")
             elif member.failed is None:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)
