@@ -24,6 +24,8 @@ STEP_PHASES = PHASES[:-1]
 """Phases that every step has; ``save`` comes only where the script saves."""
 MOMENT = "moment"
 """A random moment of the step, chosen by a delay and not by a phase."""
+DOUBT = "doubt"
+"""The moment at which some ranks know that the vote passed and another one does not know yet (soak only)."""
 EXAMPLE = "kill:rank=2@step=20"
 
 

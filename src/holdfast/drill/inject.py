@@ -22,13 +22,17 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.grammar import MOMENT, Fault
+from holdfast.drill.grammar import DOUBT, MOMENT, Fault
 from holdfast.drill.watch import Run, Seen, alive
 from holdfast.runtime.page import Page
 
 POLL_S = 0.0005
 HELD_S_MAX = 0.01
 FIRST_STEP_S = 0.05
+VOTE_S = 0.002
+SETTLE_S = 0.01
+DELAY_S = 0.06
+SPIN_S = 0.0001
 ACTIONS = {"kill": TrapAction.HOLD, "exception": TrapAction.RAISE, "exit": TrapAction.EXIT}
 
 
@@ -123,6 +127,8 @@ class Injector:
             step_s = page[Word.STEP_NS] / 1e9 or FIRST_STEP_S
             time.sleep(self._draw.uniform(0.0, 1.2 * step_s))
             return self._kill(victims)
+        if fault.phase == DOUBT:
+            return self._strike_in_doubt(page, fault, victims)
         page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], Phase[fault.phase.upper()], fault.step)
         if not self._wait_sprung(page, victims[0].pid):
             return None
@@ -132,6 +138,34 @@ class Injector:
         now_ns, committed = time.monotonic_ns(), self.run.committed_step()
         # The worker sprang its trap when it entered the phase; we saw it a poll later.
         return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
+
+    def _strike_in_doubt(self, page: Page, fault: Fault, victims: list[Seen]) -> tuple[int, int] | None:
+        """Kill a rank that knows that the vote passed while another one, delayed, still waits in the vote.
+
+        The delay is a short SIGSTOP at a random moment of the vote, as a busy machine would cause it. When it did not
+        hit the moment, the step goes on and the next one is tried.
+        """
+        others = [seen for rank, seen in sorted(self.run.workers().items()) if rank != fault.ranks[0]]
+        if not others or not self._wait_step(page, fault.step, victims[0].pid):
+            return None
+        slow = self._draw.choice(others)
+        with closing(Page.open(slow.path)) as watched:
+            while alive(slow.pid) and alive(victims[0].pid):
+                step, phase = watched.state()
+                if phase is not Phase.VOTE:
+                    time.sleep(SPIN_S)
+                    continue
+                time.sleep(self._draw.uniform(0.0, VOTE_S))
+                os.kill(slow.pid, signal.SIGSTOP)
+                try:
+                    time.sleep(SETTLE_S)
+                    if watched.state() == (step, Phase.VOTE) and page.state() > (step, Phase.VOTE):
+                        struck = self._kill(victims)
+                        time.sleep(DELAY_S)  # longer than the fence takes: it must find this rank in its vote
+                        return struck
+                finally:
+                    os.kill(slow.pid, signal.SIGCONT)
+        return None
 
     def _wait_step(self, page: Page, step: int, pid: int) -> bool:
         while page.state()[0] < step or page.state()[1] is Phase.STARTING:
