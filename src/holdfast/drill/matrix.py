@@ -50,20 +50,22 @@ def rows(verdict: Verdict) -> Iterator[str]:
     """One line per injected fault."""
     for fault in verdict.faults:
         resumed = "never" if fault.resumed_s is None else f"{fault.resumed_s:6.2f} s"
-        yield f"  {fault.kind:9}  {fault.phase:9}  rank {fault.rank}  step {fault.step:4}  {resumed}  lost {fault.steps_lost}"
+        place = f"{fault.kind:9}  {fault.phase:9}  rank {fault.rank}  step {fault.step:4}"
+        yield f"  {place}  {resumed}  lost {fault.steps_lost}"
 
 
 def summary(name: str, verdict: Verdict) -> str:
     """One line per run."""
-    state = (
-        "PASSED" if verdict.passed else f"FAILED (code {verdict.code}) {verdict.reason} {verdict.directory}"
-    )
-    missed = f", not injected: {', '.join(verdict.missed)}" if verdict.missed else ""
-    same = "identical" if verdict.identical else "DIFFERENT"
-    return (
-        f"{name}: {len(verdict.faults)} faults, weights {same}, {verdict.steps_lost} steps lost, in doubt: "
-        f"{verdict.decisions_forward} forward, {verdict.decisions_back} back, {verdict.disturbed_s:.0f} s{missed}: {state}"
-    )
+    facts = [
+        f"{len(verdict.faults)} faults",
+        f"weights {'identical' if verdict.identical else 'DIFFERENT'}",
+        f"{verdict.steps_lost} steps lost",
+        f"in doubt {verdict.decisions_forward} forward {verdict.decisions_back} back",
+        f"{verdict.disturbed_s:.0f} s",
+        *(f"not injected: {missed}" for missed in verdict.missed),
+        "PASSED" if verdict.passed else f"FAILED (code {verdict.code}) {verdict.reason} {verdict.directory}",
+    ]
+    return f"{name}: {', '.join(facts)}"
 
 
 def matrix(base: Path, layouts: Sequence[str], kinds: Sequence[Kind], seed: int) -> bool:
@@ -106,9 +108,10 @@ def random_kills(count: int, seed: int) -> list[Fault]:
     """Kills of random ranks: every third right when the vote passed (phase ``doubt``), the others at any moment."""
     draw = random.Random(seed)
     places = [SPACING * (index + 1) for index in range(count)]
+    phases = [DOUBT if index % 3 == 2 else MOMENT for index in range(count)]
     return [
-        Fault("kill", (draw.randrange(NPROC),), step, DOUBT if i % 3 == 2 else MOMENT)
-        for i, step in enumerate(places)
+        Fault("kill", (draw.randrange(NPROC),), step, phase)
+        for step, phase in zip(places, phases, strict=True)
     ]
 
 
