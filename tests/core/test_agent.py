@@ -1,0 +1,207 @@
+"""The agent machine: starts once, remembers, repeats, and leaves nobody behind."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from holdfast.core.agent import Agent
+from holdfast.core.config import AgentConfig
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import (
+    Ack,
+    AgentBeat,
+    AgentHello,
+    Assignment,
+    Command,
+    ControllerGone,
+    ControllerHere,
+    EndRun,
+    ExitRun,
+    FaultSeen,
+    Fence,
+    Finish,
+    KillMember,
+    LauncherGone,
+    LayoutPublished,
+    MemberExited,
+    MemberStarted,
+    Message,
+    RestartController,
+    Send,
+    SessionOpened,
+    SetTimer,
+    StartMembers,
+    StopRun,
+    Tick,
+    WorkerHello,
+)
+from holdfast.exits import Exit
+
+NODE = NodeId("node0")
+G1, G2 = Generation(1, 1), Generation(1, 2)
+M = TypeVar("M", bound=Message)
+
+
+def order(generation: Generation, *members: int) -> StartMembers:
+    """Start these members as ranks 0, 1, ..."""
+    seats = tuple(Assignment(MemberId(m), rank, rank) for rank, m in enumerate(members))
+    return StartMembers(
+        node_id=NODE, generation=generation, world_size=len(members), attempt=0, members=seats
+    )
+
+
+class Desk:
+    """An agent and what it asked for last."""
+
+    def __init__(self, **config: Any) -> None:
+        self.agent = Agent(AgentConfig(node_id=NODE, slots=2, **config))
+        self.last: list[Command] = self.agent.start(0.0)
+
+    def post(self, event: Message) -> list[Command]:
+        self.last = self.agent.handle(1.0, event)
+        self.agent.check()
+        return self.last
+
+    def sent(self, to: str, kind: type[M]) -> list[M]:
+        return [
+            c.message for c in self.last if isinstance(c, Send) and c.to == to and isinstance(c.message, kind)
+        ]
+
+    def running(self) -> Desk:
+        """Connected, two workers up."""
+        self.post(ControllerHere())
+        self.post(order(G1, 1, 2))
+        for rank, member in enumerate((1, 2)):
+            self.post(MemberStarted(member_id=MemberId(member), node_id=NODE, pid=10 + member))
+            self.post(hello(member, rank))
+        return self
+
+
+def hello(member: int, rank: int) -> WorkerHello:
+    return WorkerHello(member_id=MemberId(member), generation=G1, rank=rank, pid=10 + member)
+
+
+def exited(member: int) -> MemberExited:
+    return MemberExited(
+        member_id=MemberId(member), node_id=NODE, generation=G1, code=None, signal=9, state="compute", step=3
+    )
+
+
+def test_the_heartbeat_starts_with_the_agent_and_goes_on() -> None:
+    desk = Desk()
+    assert desk.last == [SetTimer(name="beat", delay_s=1.0)]
+    desk.post(Tick(name="beat"))
+    assert desk.sent("controller", AgentBeat) == [], "nobody to tell yet"
+    desk.post(ControllerHere())
+    desk.post(Tick(name="beat"))
+    assert len(desk.sent("controller", AgentBeat)) == 1
+
+
+def test_a_member_is_started_once_however_often_it_is_ordered() -> None:
+    desk = Desk()
+    desk.post(ControllerHere())
+    desk.post(order(G1, 1, 2))
+    assert [[a.member_id for a in o.members] for o in desk.sent("shell", StartMembers)] == [[1, 2]]
+    desk.post(order(G1, 1, 2))
+    assert desk.sent("shell", StartMembers) == []
+    desk.post(order(G2, 3, 4))
+    desk.post(order(G1, 5, 6))
+    assert desk.sent("shell", StartMembers) == [], "an order of an older generation"
+
+
+def test_a_kill_before_the_start_is_not_forgotten() -> None:
+    desk = Desk()
+    desk.post(ControllerHere())
+    desk.post(order(G1, 1))
+    desk.post(KillMember(member_id=MemberId(1), node_id=NODE, reason="late"))
+    desk.post(MemberStarted(member_id=MemberId(1), node_id=NODE, pid=11))
+    assert [k.member_id for k in desk.sent("shell", KillMember)] == [1]
+
+
+def test_messages_pass_both_ways() -> None:
+    desk = Desk().running()
+    desk.post(FaultSeen(member_id=MemberId(1), generation=G1, step=3, what="reset"))
+    assert len(desk.sent("controller", FaultSeen)) == 1
+    desk.post(Fence(member_id=MemberId(2), generation=G2, reason="rank 0 died"))
+    assert len(desk.sent("member:2", Fence)) == 1
+
+
+def test_a_new_controller_hears_everything_that_matters_and_then_a_beat() -> None:
+    desk = Desk().running()
+    desk.post(SessionOpened(member_id=MemberId(1), generation=G1, step=3, root="/ck"))
+    desk.post(ControllerGone())
+    assert any(isinstance(c, RestartController) for c in desk.last)
+    desk.post(LayoutPublished(member_id=MemberId(1), generation=G1, rank=0, version=2, layout=b"{}"))
+    desk.post(exited(2))
+    desk.post(ExitRun(grace_s=9.0, source="cli"))
+    assert [c for c in desk.last if isinstance(c, Send) and c.to == "controller"] == []
+    desk.post(ControllerHere())
+    told = [type(c.message).__name__ for c in desk.last if isinstance(c, Send) and c.to == "controller"]
+    assert told[0] == "AgentHello" and told[-1] == "AgentBeat"
+    assert {"SessionOpened", "LayoutPublished", "MemberExited", "ExitRun"} < set(told)
+    (greeting,) = desk.sent("controller", AgentHello)
+    assert [(m.member_id, m.state, m.step) for m in greeting.members] == [(1, "ready", 3)]
+
+
+def test_a_successor_adopts_what_the_dead_agent_left() -> None:
+    desk = Desk()
+    desk.post(MemberStarted(member_id=MemberId(1), node_id=NODE, pid=11))
+    desk.post(exited(2))
+    desk.post(ControllerHere())
+    (greeting,) = desk.sent("controller", AgentHello)
+    assert [m.member_id for m in greeting.members] == [1]
+    assert [e.member_id for e in desk.sent("controller", MemberExited)] == [2]
+    desk.post(order(G1, 1, 2))
+    assert desk.sent("shell", StartMembers) == [], "neither is started again"
+
+
+def test_requests_are_acknowledged() -> None:
+    desk = Desk().running()
+    desk.post(ExitRun(grace_s=30.0, source="cli"))
+    assert desk.sent("launcher", Ack) == [Ack(ok=True, detail="leaving within 30 s")]
+    assert len(desk.sent("controller", ExitRun)) == 1
+    desk.post(EndRun(code=0, reason="done"))
+    desk.post(ExitRun(grace_s=30.0, source="cli"))
+    assert [a.ok for a in desk.sent("launcher", Ack)] == [False]
+
+
+def test_a_lost_launcher_is_a_request_to_leave() -> None:
+    desk = Desk(grace_s=7.0).running()
+    desk.post(LauncherGone())
+    assert [(r.grace_s, r.source) for r in desk.sent("controller", ExitRun)] == [(7.0, "launcher lost")]
+
+
+def test_the_end_kills_everyone_and_waits_for_them() -> None:
+    desk = Desk().running()
+    desk.post(EndRun(code=0, reason="done"))
+    assert [k.member_id for k in desk.sent("shell", KillMember)] == [1, 2]
+    desk.post(exited(1))
+    assert not any(isinstance(c, Finish) for c in desk.last)
+    desk.post(exited(2))
+    assert desk.last[-1] == Finish(code=0, reason="done")
+
+
+def test_stop_works_without_a_controller() -> None:
+    desk = Desk().running()
+    desk.post(ControllerGone())
+    desk.post(StopRun(reason="second Ctrl-C"))
+    desk.post(exited(1))
+    desk.post(exited(2))
+    assert desk.last[-1] == Finish(code=int(Exit.INTERRUPTED), reason="second Ctrl-C")
+
+
+def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
+    desk = Desk(restarts_max=3)
+    for _ in range(3):
+        desk.post(ControllerGone())
+        assert any(isinstance(c, RestartController) for c in desk.last)
+    desk.post(ControllerGone())
+    assert isinstance(desk.last[-1], Finish) and desk.last[-1].code == Exit.INTERNAL
+
+
+def test_what_is_kept_is_bounded() -> None:
+    desk = Desk(pending_max=3)
+    for number in range(5):
+        desk.post(ExitRun(grace_s=float(number), source="cli"))
+    desk.post(ControllerHere())
+    assert [r.grace_s for r in desk.sent("controller", ExitRun)] == [2.0, 3.0, 4.0]

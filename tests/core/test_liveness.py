@@ -1,0 +1,70 @@
+"""Heartbeats in, rare events out; seats and layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.config import Config
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.liveness import Liveness
+from holdfast.core.membership import Member, Roster, assign, is_stale
+from holdfast.core.messages import LayoutPublished
+from holdfast.errors import InternalError
+
+A = NodeId("a")
+G1 = Generation(1, 1)
+
+
+def test_silence_is_suspected_once_then_lost() -> None:
+    watch = Liveness(Config(run_id="r", world_size=1))
+    watch.hello(A, 0.0)
+    events = [(t, e.kind) for t in range(20) for e in watch.tick(float(t))]
+    assert events == [(3, "suspected"), (13, "lost")]
+    assert not watch.is_up(A)
+
+
+def test_a_beat_lifts_the_suspicion() -> None:
+    watch = Liveness(Config(run_id="r", world_size=1))
+    watch.hello(A, 0.0)
+    assert watch.gone(A, 1.0) is not None and watch.gone(A, 1.1) is None
+    assert not watch.is_up(A)
+    watch.beat(A, 2.0)
+    assert watch.is_up(A)
+    assert [e for t in (2.5, 4.9) for e in watch.tick(t)] == []
+
+
+def test_older_generations_are_stale_across_terms() -> None:
+    assert is_stale(Generation(1, 9), Generation(2, 1))
+    assert not is_stale(Generation(2, 1), Generation(2, 1))
+
+
+def test_ranks_fill_node_after_node() -> None:
+    seats = assign([(A, 2), (NodeId("b"), 4)], 5, 10)
+    assert [(n, [(s.member_id, s.rank, s.local_rank) for s in here]) for n, here in seats.items()] == [
+        ("a", [(10, 0, 0), (11, 1, 1)]),
+        ("b", [(12, 2, 0), (13, 3, 1), (14, 4, 2)]),
+    ]
+    assert assign([(A, 2)], 3, 1) == {}
+
+
+def test_a_rank_is_seated_once() -> None:
+    roster = Roster()
+    roster.seat(G1, [Member(member_id=MemberId(1), rank=0, local_rank=0, node_id=A)])
+    with pytest.raises(InternalError, match="seated already"):
+        roster.add(Member(member_id=MemberId(2), rank=0, local_rank=0, node_id=A))
+
+
+def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
+    roster = Roster()
+
+    def publish(rank: int, version: int, generation: Generation) -> bool:
+        layout = LayoutPublished(
+            member_id=MemberId(1), generation=generation, rank=rank, version=version, layout=b"%d" % version
+        )
+        return roster.publish(layout, 2) is not None
+
+    roster.generation = G1
+    assert [publish(0, 1, G1), publish(1, 1, G1), publish(1, 1, G1)] == [False, True, False]
+    roster.seat(G1.next(), [])
+    assert roster.layouts_as_text() == {"0": b"1", "1": b"1"}
+    assert [publish(0, 1, G1.next()), publish(1, 1, G1.next())] == [False, True]

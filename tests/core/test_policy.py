@@ -1,0 +1,88 @@
+"""Which rung, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.core.config import Config
+from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation, judge
+from holdfast.exits import Exit
+
+CONFIG = Config(run_id="r", world_size=4, max_restarts=3, restart_window_s=100.0)
+SOUND = Situation(
+    step=20, base_step=10, session=True, all_alive=False, all_sound=False, uncovered="", checkpoint_known=True
+)
+FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1")
+IMPORT_FAILURE = msgspec.structs.replace(FAILURE, kind="ImportError")
+
+
+def situation(**changes: Any) -> Situation:
+    """An ordinary death at step 20, changed."""
+    return msgspec.structs.replace(SOUND, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "action", "save"),
+    [
+        ({}, "restart_last_gasp", True),
+        ({"all_alive": True, "all_sound": True}, "retry_in_place", False),
+        ({"all_alive": True}, "restart_last_gasp", True),
+        ({"uncovered": "shard 1 is gone"}, "restart_checkpoint", False),
+        ({"uncovered": "shard 1 is gone", "checkpoint_known": False}, "stop_nothing_to_resume", False),
+        ({"step": None, "base_step": 0, "checkpoint_known": False}, "restart_fresh", False),
+        ({"session": False, "step": None}, "restart_fresh", False),
+        ({"failures": (FAILURE,)}, "restart_last_gasp", True),
+        ({"failures": (msgspec.structs.replace(FAILURE, user_error=True),)}, "stop_bad_input", True),
+        ({"session": False, "failures": (IMPORT_FAILURE,)}, "stop_user_bug", False),
+    ],
+)  # fmt: skip
+def test_rungs(changes: dict[str, Any], action: str, save: bool) -> None:
+    verdict = judge(0.0, situation(**changes), [], CONFIG)
+    assert (verdict.action, verdict.save) == (action, save)
+    assert verdict.stops == (action in STOP_CODE)
+
+
+def test_losing_steps_names_the_reason() -> None:
+    verdict = judge(0.0, situation(uncovered="no living holder of layer.1.weight"), [], CONFIG)
+    assert "no living holder of layer.1.weight" in verdict.reason
+
+
+def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
+    history = [Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20),))]
+    verdict = judge(1.0, situation(failures=(FAILURE,), base_step=20), history, CONFIG)
+    assert verdict.action == "stop_user_bug" and "ValueError: bad batch" in verdict.reason
+    assert not verdict.save, "nothing is new since step 20"
+    moved = msgspec.structs.replace(FAILURE, step=21)
+    assert judge(1.0, situation(failures=(moved,)), history, CONFIG).action == "restart_last_gasp"
+
+
+def test_the_budget_is_a_window() -> None:
+    history = [Answered(at_s=float(t), action="restart_last_gasp", step=t) for t in (0, 50, 60)]
+    stopped = judge(99.0, situation(), history, CONFIG)
+    assert (stopped.action, stopped.save) == ("stop_budget", True)
+    assert len(stopped.evidence) == 3
+    assert judge(101.0, situation(), history, CONFIG).action == "restart_last_gasp"
+
+
+def test_no_restarts_allowed_means_none() -> None:
+    config = msgspec.structs.replace(CONFIG, max_restarts=0)
+    assert judge(0.0, situation(), [], config).action == "stop_budget"
+
+
+def test_a_step_is_retried_in_place_only_so_often() -> None:
+    config = msgspec.structs.replace(CONFIG, max_restarts=99)
+    alive = situation(all_alive=True, all_sound=True)
+    history: list[Answered] = []
+    actions = []
+    for _ in range(4):
+        verdict = judge(0.0, alive, history, config)
+        actions.append(verdict.action)
+        history.append(Answered(at_s=0.0, action=verdict.action, step=20))
+    assert actions == ["retry_in_place", "retry_in_place", "restart_last_gasp", "restart_last_gasp"]
+
+
+def test_every_stop_has_a_documented_code() -> None:
+    assert set(STOP_CODE.values()) == {Exit.FAILED, Exit.BAD_INPUT, Exit.BUDGET}
