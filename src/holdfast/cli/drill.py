@@ -22,10 +22,10 @@ PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
 WORDS = {
     "detected": "the control plane knows",
     "fenced": "the old generation is closed",
-    "quiesced": "all survivors are out of their collectives",
+    "quiesced": "survivors left their collectives",
     "planned": "the step is decided",
-    "restored": "saved by the survivors, loaded by all",
-    "resumed": "the next step is committed at full size",
+    "restored": "saved by survivors, loaded by all",
+    "resumed": "next step committed, full size",
 }
 WIDTH = 80
 BAR = 20
@@ -140,7 +140,7 @@ def headline(fault: FaultReport) -> str:
 def timeline(fault: FaultReport) -> Table:
     """The six phases, seconds since the fault, with bars."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(width=10)
+    table.add_column(width=11)
     table.add_column(justify="right", width=9)
     table.add_column(width=BAR)
     table.add_column(style="dim")

@@ -35,6 +35,17 @@ def schedule(kind: Kind, cells: Sequence[Cell]) -> list[Fault]:
     return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (phase, rank) in enumerate(cells)]
 
 
+def pairwise(layout: str) -> list[Fault]:
+    """Half of the phase x kind combinations: with the other layout's half, every pair of values of two dimensions
+    (phase, kind, victim, layout) occurs."""
+    chosen = [
+        (kind, phase, VICTIMS[(p // 2 + k) % 2])
+        for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(KINDS))
+        if LAYOUTS[(p + k) % 2] == layout
+    ]
+    return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (kind, phase, rank) in enumerate(chosen)]
+
+
 def steps_for(faults: int) -> int:
     """Steps of a run that has room for so many faults."""
     return SPACING * (faults + 2)

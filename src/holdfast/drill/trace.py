@@ -21,6 +21,11 @@ class Trace:
         if self.file is not None:
             self.file.write(f"{step} {time.monotonic_ns()}\n")
 
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+
 
 def read_trace(path: Path) -> list[tuple[int, int]]:
     """``(steps done, monotonic_ns)`` in the order written; a torn last line is left out."""

@@ -48,6 +48,7 @@ def main() -> None:
                 trace.committed(step.number + 1)
                 if rank == 0 and step.number % 10 == 9:
                     print(f"step {step.number + 1}/{settings.steps} loss {loss:.4f}", flush=True)
+    trace.close()
     if settings.result is not None:
         write_result(result_of(parts, settings, rank, world_size, loss), settings.result)
     if dist.is_initialized():

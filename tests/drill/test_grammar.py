@@ -1,0 +1,77 @@
+"""The fault grammar: what it accepts, what it refuses by name, and that a seed decides what is random."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.drill.grammar import MOMENT, STEP_PHASES, Fault, expand, parse_fault
+from holdfast.errors import UnsupportedError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kill:rank=2@step=20", [Fault("kill", (2,), 20, MOMENT)]),
+        ("kill:rank=1@step=20,phase=vote", [Fault("kill", (1,), 20, "vote")]),
+        ("exit:rank=0@step=3,phase=save", [Fault("exit", (0,), 3, "save")]),
+        ("kill:rank=1+3@step=5,phase=update", [Fault("kill", (1, 3), 5, "update")]),
+        ("kill:rank=1@every=15", [Fault("kill", (1,), 15, MOMENT), Fault("kill", (1,), 30, MOMENT)]),
+    ],
+)
+def test_reads_what_the_documentation_shows(text: str, expected: list[Fault]) -> None:
+    assert expand([parse_fault(text)], world_size=4, steps=40, seed=0) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("melt:rank=1@step=2", "melt"),
+        ("kill:rank=1", "step=N or every=N"),
+        ("kill:rank=1@step=2@every=3", "step=N or every=N"),
+        ("kill:rank=1@every=0", "every=0"),
+        ("kill:rank=x@step=2", "'x'"),
+        ("kill:rank=1@step=-2", "'-2'"),
+        ("kill:rank=1@step=2,phase=lunch", "lunch"),
+        ("kill:rank=1@step=2@step=3", "step=3"),
+        ("kill:rank=1+1@step=2", "twice"),
+        ("exit:rank=1+2@step=2", "several"),
+        ("kill", "cannot read ''"),
+    ],
+)
+def test_names_what_is_wrong(text: str, part: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_fault(text)
+    assert part in caught.value.message and caught.value.hint
+
+
+def test_a_hang_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="not detected"):
+        parse_fault("stop:rank=1@step=2")
+
+
+@pytest.mark.parametrize("text", ["kill:rank=4@step=2", "kill:rank=1@step=40"])
+def test_what_the_run_does_not_have(text: str) -> None:
+    with pytest.raises(UsageError):
+        expand([parse_fault(text)], world_size=4, steps=40, seed=0)
+
+
+def test_a_seed_decides_what_is_random() -> None:
+    specs = [
+        parse_fault("kill:rank=random@every=3,phase=random"),
+        parse_fault("exception:rank=random@step=4"),
+    ]
+    first = expand(specs, world_size=4, steps=100, seed=7)
+    assert first == expand(specs, world_size=4, steps=100, seed=7)
+    assert first != expand(specs, world_size=4, steps=100, seed=8)
+    assert {fault.ranks[0] for fault in first} == {0, 1, 2, 3}
+    assert {fault.phase for fault in first} == set(STEP_PHASES)
+    assert [fault.step for fault in first] == sorted(fault.step for fault in first)
+
+
+def test_a_fault_reads_back_as_it_prints() -> None:
+    for fault in (
+        Fault("kill", (1, 3), 5, "update"),
+        Fault("exit", (0,), 9, "save"),
+        Fault("kill", (2,), 7, MOMENT),
+    ):
+        assert expand([parse_fault(str(fault))], world_size=4, steps=40, seed=0) == [fault]
