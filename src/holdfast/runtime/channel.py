@@ -209,9 +209,9 @@ class BlockingChannel(Generic[M]):
             tune(sock)
             link = Link(codec, token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=Counter())
             channel = BlockingChannel(sock, link)
-            deadline = time.monotonic() + timeout_s
+            deadline_s = time.monotonic() + timeout_s
             while not link.open:
-                channel._pump(deadline)
+                channel._pump(deadline_s)
             return channel
         except BaseException:
             sock.close()
@@ -250,17 +250,17 @@ class BlockingChannel(Generic[M]):
             ConnectionError: the peer closed.
             ProtocolError: the peer sent nonsense.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox:
-            self._pump(deadline)
+            self._pump(deadline_s)
         return self._inbox.pop(0)
 
     def close(self) -> None:
         """Close now."""
         self._sock.close()
 
-    def _pump(self, deadline: float | None) -> None:
-        left_s = None if deadline is None else deadline - time.monotonic()
+    def _pump(self, deadline_s: float | None) -> None:
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise TimeoutError("no answer in time")
         self._sock.settimeout(left_s)

@@ -46,13 +46,13 @@ class AgentLink:
             FaultError: no agent answers: the run is over, or its agent just died.
         """
         token = self._run.token()
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         reason = "it never published where it listens"
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline_s:
             endpoint = self._run.read_endpoint("agent")
             if endpoint is not None:
                 try:
-                    return self._ask(endpoint.host, endpoint.port, token, message, deadline)
+                    return self._ask(endpoint.host, endpoint.port, token, message, deadline_s)
                 except AuthError:
                     raise
                 except (OSError, ProtocolError) as error:
@@ -63,12 +63,12 @@ class AgentLink:
             hint=f"holdfast status {self._run.path}",
         )
 
-    def _ask(self, host: str, port: int, token: bytes, message: WireMessage, deadline: float) -> Ack:
+    def _ask(self, host: str, port: int, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
         channel = BlockingChannel.connect(MESSAGES, host, port, token, "cli")
         try:
             channel.send(message)
             while True:
-                answer = channel.receive(max(0.0, deadline - time.monotonic()))
+                answer = channel.receive(max(0.0, deadline_s - time.monotonic()))
                 if isinstance(answer, Ack):
                     return answer
         finally:

@@ -198,10 +198,10 @@ class Processes:
         self._journal.append(
             "zygote_ready",
             {
-                "imports": [f"{name} {seconds:.3f} s" for name, seconds in message.seconds.items()],
+                "imports": [f"{name} {spent_s:.3f} s" for name, spent_s in message.imports_s.items()],
                 "missing": [f"{name}: {error}" for name, error in message.missing.items()],
                 "threads": message.threads,
-                "total_s": round(sum(message.seconds.values()), 3),
+                "total_s": round(sum(message.imports_s.values()), 3),
             },
         )
         self._ready = True

@@ -40,9 +40,9 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preloaded(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent, first: it can fork. ``seconds`` by what was imported; ``missing``: what could not be."""
+    """Zygote -> agent, first: it can fork. ``imports_s`` by what was imported; ``missing``: what could not be."""
 
-    seconds: dict[str, float]
+    imports_s: dict[str, float]
     missing: dict[str, str]
     threads: int
 

@@ -220,7 +220,7 @@ def thread_total() -> int:
 
 def preload() -> Preloaded:
     """Import what workers will need, and pay what the first optimizer imports lazily."""
-    seconds: dict[str, float] = {}
+    imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
     for name in PRELOADS:
         began = time.monotonic()
@@ -228,17 +228,16 @@ def preload() -> Preloaded:
             importlib.import_module(name)
         except Exception as error:  # a worker that needs it will fail with the same error, in its own log
             missing[name] = f"{type(error).__name__}: {error}"[:200]
-        seconds[name] = round(time.monotonic() - began, 3)
+        imports_s[name] = round(time.monotonic() - began, 3)
     if "torch" not in missing:
         began = time.monotonic()
-        import torch
-
+        torch = sys.modules["torch"]
         torch.set_num_threads(1)
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-        seconds["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
+        imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
     gc.collect()
     gc.freeze()  # children share these pages: a collection in a child must not write to them
-    return Preloaded(seconds, missing, thread_total())
+    return Preloaded(imports_s, missing, thread_total())
 
 
 def become_worker(spawn: Spawn) -> int:
