@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
     "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
     "ckpt": ("holdfast.cli.ckpt:ckpt", "List and verify checkpoints."),
+    "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),
 }  # fmt: skip
 
 

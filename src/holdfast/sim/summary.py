@@ -1,0 +1,61 @@
+"""Many simulated runs at once, and one short answer."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from holdfast.sim.checks import Violation
+from holdfast.sim.faults import random_faults
+from holdfast.sim.search import search
+from holdfast.sim.world import run_sim
+
+HORIZON_S = 2.0
+FAULTS_MAX = 4
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch of runs showed. ``violations`` hold "seed N: check: what"; none is the expected answer."""
+
+    runs: int
+    events: int
+    virtual_s: float
+    recoveries: int
+    in_doubt_forward: int
+    in_doubt_back: int
+    searched_states: int
+    violations: tuple[str, ...]
+
+
+def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths: int = 2) -> Summary:
+    """Simulate one run per seed with one to four random faults, and search one step exhaustively."""
+    events = recoveries = forward = back = states = 0
+    virtual_s = 0.0
+    violations: list[str] = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        try:
+            result = run_sim(ranks, seed, random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX)))
+        except Violation as violation:
+            violations.append(f"seed {seed}: {violation}"[:500])
+            continue
+        events += result.events
+        virtual_s += result.time_s
+        recoveries += result.recovered
+        forward += result.forward
+        back += result.back
+    try:
+        states = search(search_ranks, search_deaths).states
+    except Violation as violation:
+        violations.append(f"search: {violation}"[:500])
+    return Summary(
+        runs=len(seeds),
+        events=events,
+        virtual_s=round(virtual_s, 3),
+        recoveries=recoveries,
+        in_doubt_forward=forward,
+        in_doubt_back=back,
+        searched_states=states,
+        violations=tuple(violations),
+    )
