@@ -1,0 +1,91 @@
+"""What Holdfast costs per step: the same model under ``holdfast run`` and under plain torchrun, and each part alone.
+
+    python bench/overhead.py [--pairs 5] [--steps 120] [--size 10m]
+
+Pairs run one after the other, the order reversed every time, so that the machine's drift hits both. A/A: the plain run
+against itself, the noise that any ratio has to be read with. The first ``WARM_UP`` steps and the steps that start an
+epoch (loader workers start there, in both) do not count. Prints markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+from holdfast.drill.model import SIZES
+from holdfast.drill.trace import read_trace
+
+NPROC = 4
+WARM_UP = 8
+
+
+def step_ms(command: list[str], place: Path, steps: int, size: str) -> float:
+    """Median time of a step of rank 0, milliseconds."""
+    arguments = ["--size", size, "--steps", str(steps), "--trace", str(place)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *command, *arguments], check=True, env=environment, cwd=place.parent,
+                   capture_output=True, timeout=900)  # fmt: skip
+    pairs = read_trace(place / "rank-00000.trace")
+    epoch = SIZES[size].epoch_steps
+    times = [
+        (after - before) / 1e6
+        for (_, before), (step, after) in pairwise(pairs)
+        if step > WARM_UP and step % epoch not in (0, 1)
+    ]
+    return statistics.median(times)
+
+
+def spread(values: list[float]) -> str:
+    """min / median / max."""
+    return f"{min(values):.3f} | {statistics.median(values):.3f} | {max(values):.3f}"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--size", default="10m")
+    given = parser.parse_args()
+    plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC),
+             str(Path(__file__).with_name("plain.py").resolve())]  # fmt: skip
+    commands = {
+        "plain": plain,
+        "again": plain,
+        "holdfast": [
+            "-m",
+            "holdfast.cli.main",
+            "run",
+            "--nproc-per-node",
+            str(NPROC),
+            "-m",
+            "holdfast.drill.train",
+        ],
+    }
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
+        for number in range(given.pairs):
+            for name in list(commands)[:: 1 if number % 2 == 0 else -1]:
+                place = Path(directory) / f"{name}-{number}"
+                place.mkdir()
+                found[name].append(step_ms(commands[name], place, given.steps, given.size))
+                print(f"pair {number}: {name} {found[name][-1]:.1f} ms", file=sys.stderr)
+    base = found["plain"]
+    print("| step | min | median | max |\n|---|---|---|---|")
+    print(f"| plain torchrun, ms | {spread(base)} |\n| Holdfast, ms | {spread(found['holdfast'])} |")
+    print(
+        f"| A/B ratio of the pairs | {spread([a / b for a, b in zip(found['holdfast'], base, strict=True)])} |"
+    )
+    print(
+        f"| A/A ratio of the pairs | {spread([a / b for a, b in zip(found['again'], base, strict=True)])} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
