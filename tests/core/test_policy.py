@@ -15,7 +15,7 @@ CONFIG = Config(run_id="r", world_size=4, max_restarts=3, restart_window_s=100.0
 SOUND = Situation(
     step=20, base_step=10, session=True, all_alive=False, all_sound=False, uncovered="", checkpoint_known=True
 )
-FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1")
+FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1", attempt=1)
 IMPORT_FAILURE = msgspec.structs.replace(FAILURE, kind="ImportError")
 
 
@@ -51,10 +51,13 @@ def test_losing_steps_names_the_reason() -> None:
 
 
 def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
-    history = [Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20),))]
+    history = [Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20, 0),))]
     verdict = judge(1.0, situation(failures=(FAILURE,), base_step=20), history, CONFIG)
     assert verdict.action == "stop_user_bug" and "ValueError: bad batch" in verdict.reason
     assert not verdict.save, "nothing is new since step 20"
+    again = msgspec.structs.replace(FAILURE, attempt=0)
+    heard_twice = judge(1.0, situation(failures=(again,)), history, CONFIG)
+    assert heard_twice.action == "restart_last_gasp", "one failure, told again to a new controller"
     moved = msgspec.structs.replace(FAILURE, step=21)
     assert judge(1.0, situation(failures=(moved,)), history, CONFIG).action == "restart_last_gasp"
 

@@ -110,7 +110,7 @@ def _planned(past: Past, data: Data) -> Changes:
 def _verdict(past: Past, data: Data) -> Changes:
     digest, at_s = data["digest"], data["at_s"]
     assert isinstance(at_s, int | float), data
-    failures = ((str(digest), _int(data, "failed_step")),) if digest else ()
+    failures = ((str(digest), _int(data, "failed_step"), _int(data, "attempt")),) if digest else ()
     answered = Answered(at_s=at_s, action=str(data["action"]), step=_int(data, "step"), failures=failures)
     return {"answered": (*past.answered, answered)}
 

@@ -53,6 +53,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     what: str
     digest: str
+    attempt: int = 0  # the start of all workers that it belongs to
     user_error: bool = False
 
 
@@ -62,7 +63,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     action: str
     step: int
-    failures: tuple[tuple[str, int], ...] = ()  # (digest, step)
+    failures: tuple[tuple[str, int, int], ...] = ()  # (digest, step, attempt)
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +147,11 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
             return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
             return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
-        if any((failure.digest, failure.step) in answered.failures for answered in history):
+        if any(
+            (digest, step) == (failure.digest, failure.step) and attempt != failure.attempt
+            for answered in history
+            for digest, step, attempt in answered.failures
+        ):
             return Verdict(
                 action="stop_user_bug",
                 reason=f"the same exception at step {failure.step} twice: {error}",

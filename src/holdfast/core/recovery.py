@@ -336,8 +336,9 @@ class Recovery:
             at_s=now,
             digest=failure.digest if failure else "",
             failed_step=failure.step if failure else 0,
+            attempt=job.attempts - 1,
         )
-        failures = ((failure.digest, failure.step),) if failure else ()
+        failures = ((failure.digest, failure.step, failure.attempt),) if failure else ()
         job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
         self._act(now, verdict, decided)
 
