@@ -156,9 +156,11 @@ class Controller:
         job = self.job
         job.session = True
         job.root = event.root or job.root
-        member.opened_step, member.finished = event.step, None
+        if member.is_released:  # a second session of the same process
+            member.is_released, member.finished = False, None
+            job.released = False
+        member.opened_step = event.step
         member.state, member.step = "ready", event.step
-        job.released = False
         self.ending.remind(member)
         self.recovery.opened(now)
         for other in job.roster.members:

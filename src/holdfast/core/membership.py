@@ -47,6 +47,7 @@ class Member(msgspec.Struct, kw_only=True):
     opened_step: int | None = None  # its session stands or stood there at start
     reached: bool = False  # has committed a step in the current generation
     finished: Finished | None = None
+    is_released: bool = False  # told to return: what it opens after that is another session
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
     exited: MemberExited | None = None
     kill_reason: str = ""  # we ordered its death
