@@ -93,36 +93,39 @@ def matrix(base: Path, layouts: Sequence[str], kinds: Sequence[Kind], seed: int)
 
 
 def soak(base: Path, layouts: Sequence[str], kills: int, seed: int) -> bool:
-    """``kills`` kills of random ranks at random moments, some right after the vote's end; whether all passed.
+    """``kills`` kills of random ranks at random moments, and some around the vote; whether all passed.
 
     In-doubt decisions of both directions must have occurred, or nothing was proved about them.
     """
-    forward = back = done = 0
+    per_run = min(SOAK_KILLS_PER_RUN, kills)
+    steps = steps_for(len(random_faults(per_run, seed)))
+    drills = [drill_for(base, layout, steps, seed) for layout in layouts]
+    forward = back = done = faults = 0
     good = True
-    drills = {layout: drill_for(base, layout, steps_for(SOAK_KILLS_PER_RUN), seed) for layout in layouts}
-    number = 0
-    while done < kills:
-        layout = layouts[number % len(layouts)]
-        drill = drills[layout]
+    for number in range(-(-kills // per_run)):
+        drill = drills[number % len(drills)]
         drill.seed = seed + number
-        count = min(SOAK_KILLS_PER_RUN, kills - done)
-        verdict = drill.disturbed(f"soak-{number:03d}", random_kills(count, seed + number))
-        print(summary(f"{layout} soak {number}", verdict), flush=True)
+        planned = random_faults(min(per_run, kills - done), drill.seed)
+        verdict = drill.disturbed(f"soak-{number:03d}", planned)
+        print(summary(f"{layouts[number % len(layouts)]} soak {number}", verdict), flush=True)
         forward, back = forward + verdict.decisions_forward, back + verdict.decisions_back
+        done += sum(fault.phase == MOMENT for fault in planned)
+        faults += len(verdict.faults)
         good &= verdict.passed
-        done, number = done + count, number + 1
-    print(f"{done} kills; in-doubt decisions: {forward} forward, {back} back")
+    print(
+        f"{done} kills at random moments, {faults} in all; in-doubt decisions: {forward} forward, {back} back"
+    )
     return good and forward > 0 and back > 0
 
 
-def random_kills(count: int, seed: int) -> list[Fault]:
-    """Kills of random ranks: every third right when the vote passed (phase ``doubt``), the others at any moment."""
+def random_faults(kills: int, seed: int) -> list[Fault]:
+    """Kills of random ranks: ``kills`` at random moments, and beyond them a fifth before the vote's end (the others
+    are in doubt and go back) and a fifth after it (whoever has not heard goes forward)."""
     draw = random.Random(seed)
-    places = [SPACING * (index + 1) for index in range(count)]
-    phases = [DOUBT if index % 3 == 2 else MOMENT for index in range(count)]
+    phases = [MOMENT] * kills + [DOUBT, "vote"] * max(1, kills // 5)
+    draw.shuffle(phases)
     return [
-        Fault("kill", (draw.randrange(NPROC),), step, phase)
-        for step, phase in zip(places, phases, strict=True)
+        Fault("kill", (draw.randrange(NPROC),), SPACING * (i + 1), phase) for i, phase in enumerate(phases)
     ]
 
 
