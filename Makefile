@@ -35,8 +35,16 @@ test: venv  ## the test suite (under 10 minutes on 2 cores)
 check: venv  ## lint, format, types, rings
 	VENV=$(VENV) scripts/check
 
-matrix: venv  ## every phase x victim x way to die x layout (long)
-	$(VENV)/bin/python -m pytest -m slow --timeout 1800
+matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes)
+	$(VENV)/bin/python -m holdfast.drill.matrix
+
+soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
+	$(VENV)/bin/python -m holdfast.drill.matrix --soak 50
+
+bench: venv  ## what it costs and how fast it recovers, beside torchrun (15 minutes); markdown tables
+	$(VENV)/bin/python bench/startup.py
+	$(VENV)/bin/python bench/overhead.py
+	$(VENV)/bin/python bench/recovery.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
