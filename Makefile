@@ -43,6 +43,7 @@ soak: venv  ## 50 kills at random moments and some around the vote, compared bit
 
 bench: venv  ## what it costs and how fast it recovers, beside torchrun (15 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py
+	$(VENV)/bin/holdfast run --nproc-per-node 4 bench/breakdown.py
 	$(VENV)/bin/python bench/overhead.py
 	$(VENV)/bin/python bench/recovery.py
 
