@@ -103,7 +103,7 @@ class Settled(Message, frozen=True):
 
 
 class SaveReported(Message, frozen=True):
-    """A part of a checkpoint is durable (or failed: ``error``). ``sealed``: this rank saw full coverage and sealed it."""
+    """A share of a checkpoint is durable, or failed (``error``); ``sealed``: this rank saw full coverage and sealed it."""
 
     member_id: MemberId
     generation: Generation
@@ -420,7 +420,7 @@ class Record(Command, frozen=True):
     """One line of the event log. ``kind`` is documented in ``docs/events.md``."""
 
     kind: str
-    data: dict[str, str | int | float | bool | None | list[int] | list[str]]
+    data: dict[str, str | int | float | bool | list[int] | list[str] | None]
 
 
 class RestartController(Command, frozen=True):
@@ -435,9 +435,35 @@ class Finish(Command, frozen=True):
 
 
 WireMessage = (
-    WorkerHello | SessionOpened | LayoutPublished | FaultSeen | WorkerFailed | Settled | SaveReported | StepReached
-    | ExitAsked | ExitAgreed | Finished | Fence | Settle | Resume | Leave | Release | ExitOrder | Catalogued
-    | AgentHello | AgentBeat | MemberStarted | MemberExited | StartMembers | KillMember | EndRun | ExitRun | StopRun
-    | Ack | KvRequest | KvReply
+    WorkerHello
+    | SessionOpened
+    | LayoutPublished
+    | FaultSeen
+    | WorkerFailed
+    | Settled
+    | SaveReported
+    | StepReached
+    | ExitAsked
+    | ExitAgreed
+    | Finished
+    | Fence
+    | Settle
+    | Resume
+    | Leave
+    | Release
+    | ExitOrder
+    | Catalogued
+    | AgentHello
+    | AgentBeat
+    | MemberStarted
+    | MemberExited
+    | StartMembers
+    | KillMember
+    | EndRun
+    | ExitRun
+    | StopRun
+    | Ack
+    | KvRequest
+    | KvReply
 )
 """All that may travel; the decoder accepts nothing else."""

@@ -42,7 +42,7 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where a worker is. FORWARD and BACKWARD are COMPUTE, UPDATE and COMMIT are UPDATING, READY and SAVE are COMMITTED."""
+    """Where a worker is: FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED."""
 
     STARTING = 0
     READY = 1
