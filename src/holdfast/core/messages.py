@@ -103,7 +103,7 @@ class Settled(Message, frozen=True):
 
 
 class SaveReported(Message, frozen=True):
-    """A share of a checkpoint is durable, or failed (``error``); ``sealed``: this rank saw full coverage and sealed it."""
+    """A part of a checkpoint is durable, or failed (``error``). ``sealed``: this rank saw every box covered."""
 
     member_id: MemberId
     generation: Generation
