@@ -153,6 +153,7 @@ class GuardedWork(Work):
         self._ended = False
         self._error: BaseException | None = None
         self._future: Future | None = None
+        self._outcome: Future | None = None
         self._waiting: Blocking | None = None
         fabric.track(self)
 
@@ -240,11 +241,7 @@ class GuardedWork(Work):
             future = self._future
         if self.settled():
             self._fabric.forget(self)
-        if future is None or future.done():
-            return
-        if isinstance(error, Exception):
-            future.set_exception(error)
-        else:
+        if future is not None and not future.done():
             future.set_result(self._outputs)
 
     def release(self) -> None:
@@ -261,27 +258,34 @@ class GuardedWork(Work):
     # ------------------------------------------------------------------ the rest of Work
 
     def get_future(self) -> Future:
-        """A future of the outputs that also completes when the process is poisoned."""
+        """A future of the outputs that also completes when the process is poisoned.
+
+        An error reaches it by ``then``: ``Future.set_exception`` would store the Python exception as the *value*,
+        which DDP's C++ reducer then reads as tensors and crashes.
+        """
         if self._way is Wait.STREAM:
             return self._inner.get_future()
         with self._lock:
-            if self._future is not None:
-                return self._future
+            if self._outcome is not None:
+                return self._outcome
             future: Future = torch.futures.Future()
             self._future = future
+            self._outcome = future.then(self._outputs_or_error)
             ended = self._ended
         if ended:
-            if isinstance(self._error, Exception):
-                future.set_exception(self._error)
-            else:
-                future.set_result(self._outputs)
+            future.set_result(self._outputs)
         elif self._way is Wait.THREAD:
             self._blocking().then(self._on_blocking)
         else:
             self._inner.get_future().add_done_callback(self._on_inner)
         if self._fabric.poisoned:
             self.release()
-        return future
+        return self._outcome
+
+    def _outputs_or_error(self, _: Future) -> list[Any]:
+        if isinstance(self._error, Exception):
+            raise self._error
+        return self._outputs
 
     def _on_inner(self, inner: Future) -> None:
         try:
