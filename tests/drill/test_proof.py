@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.drill import show
+from holdfast.drill import train
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import KINDS, PHASES, Fault
 from holdfast.drill.matrix import LAYOUTS, NPROC, SPACING, VICTIMS, drill_for, pairwise, steps_for
-from holdfast.drill.proof import Verdict
+from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
+from holdfast.errors import UnsupportedError, UserError
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3
@@ -83,3 +86,36 @@ def test_every_pair_of_values_is_covered() -> None:
     dimensions = (LAYOUTS, KINDS, PHASES, VICTIMS)
     for i, j in combinations(range(4), 2):
         assert {(row[i], row[j]) for row in rows} == set(product(dimensions[i], dimensions[j]))
+
+
+def test_a_script_of_the_user(tmp_path: Path) -> None:
+    """Any script with a session works; its own checkpoint directory stays untouched by the drill."""
+    script = tmp_path / "mine.py"
+    text = Path(train.__file__).read_text()
+    assert "checkpoint=settings.checkpoint" in text
+    script.write_text(
+        text.replace("checkpoint=settings.checkpoint", f"checkpoint={str(tmp_path / 'ckpts')!r}")
+    )
+    exercise = Exercise((str(script), "--steps", "30"), 2, results=False)
+    drill = Drill(tmp_path / "drill", exercise, SEED, lambda _name, _step, _done: None)
+    verdict = drill.disturbed("disturbed", drill.plan([]))
+    assert verdict.passed and len(verdict.faults) == 1, verdict
+    assert not (tmp_path / "ckpts").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("raise RuntimeError('no data')", "no data"), ("print('hi')", "no holdfast.session")]
+)
+def test_a_script_that_proves_nothing(tmp_path: Path, text: str, part: str) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(text)
+    drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
+    with pytest.raises(UserError, match=part):
+        drill.undisturbed()
+
+
+def test_without_torch_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'holdfast\[torch\]'") as caught:
+        require_torch()
+    assert "\n" not in str(caught.value)

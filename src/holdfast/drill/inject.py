@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
 from holdfast.drill.grammar import DOUBT, MOMENT, Fault
-from holdfast.drill.watch import Run, Seen, alive
+from holdfast.drill.watch import GONE, Run, Seen, alive
 from holdfast.runtime.page import Page
 
 POLL_S = 0.0005
@@ -126,7 +126,7 @@ class Injector:
                 return None
             step_s = page[Word.STEP_NS] / 1e9 or FIRST_STEP_S
             time.sleep(self._draw.uniform(0.0, 1.2 * step_s))
-            return self._kill(victims)
+            return None if page.state()[1] in GONE else self._kill(victims)
         if fault.phase == DOUBT:
             return self._strike_in_doubt(page, fault, victims)
         page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], Phase[fault.phase.upper()], fault.step)

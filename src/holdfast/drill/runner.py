@@ -20,6 +20,7 @@ from holdfast.drill.watch import Run, alive
 from holdfast.errors import ScriptError
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import SETTINGS_FILE
+from holdfast.session.session import ROOT_VARIABLE
 
 POLL_S = 0.05
 STALL_S = 120.0
@@ -87,6 +88,7 @@ class Runner:
             launcher = subprocess.Popen(
                 [*self._launch(name, len(faults)), *self.command, *extra],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, ROOT_VARIABLE: str(directory.absolute() / "checkpoints")},
             )  # fmt: skip
         injector: subprocess.Popen[bytes] | None = None
         try:
@@ -106,16 +108,10 @@ class Runner:
         return self._outcome(directory, launcher.wait(), time.monotonic() - started_s, stalled)
 
     def _launch(self, name: str, faults: int) -> list[str]:
-        flags = ["--run-dir", str(self.base), "--run-id", name, "--nproc-per-node", str(self.nproc)]
-        return [
-            sys.executable,
-            "-m",
-            "holdfast.cli.main",
-            "run",
-            *flags,
-            "--max-restarts",
-            str(16 + 2 * faults),
-        ]
+        restarts = 16 + 2 * faults if faults else 0
+        flags = {"run-dir": self.base, "run-id": name, "nproc-per-node": self.nproc, "max-restarts": restarts}
+        given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+        return [sys.executable, "-m", "holdfast.cli.main", "run", *given]
 
     def _wait_made(self, directory: Path, launcher: subprocess.Popen[bytes]) -> None:
         while not (directory / SETTINGS_FILE).exists():

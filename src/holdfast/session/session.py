@@ -36,6 +36,8 @@ from holdfast.store.values import encode_values
 log = logging.getLogger("holdfast")
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
+ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
+"""Environment variable that takes the place of ``checkpoint=``: the drill keeps its runs of one script apart by it."""
 
 
 class Settings:
@@ -102,6 +104,8 @@ class Session:
         self._client, library = self._join()
         client = self._client
         self.root = settings.checkpoint
+        if ROOT_VARIABLE in os.environ:
+            self.root = Path(os.environ[ROOT_VARIABLE]).absolute()
         if self.root is None and client is not None and client.run_dir is not None and not library:
             self.root = client.run_dir / "checkpoints"
         if client is None or client.run_dir is None:
