@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 from holdfast import journal as event_log
@@ -38,6 +39,7 @@ from holdfast.store.layout import Catalogue, RankLayout
 from holdfast.store.plan import plan
 from holdfast.wire import MESSAGES
 
+LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
 LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 
 
@@ -105,7 +107,11 @@ class ControllerDaemon:
         self._driver.start()
         server, port = await hub.listen()
         self._run.write_endpoint("controller", "127.0.0.1", port)
-        await asyncio.wait({self._ended, self._driver.failure}, return_when=asyncio.FIRST_COMPLETED)
+        alone = asyncio.create_task(self._left_alone())
+        await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)
+        if alone.done():
+            log.append("controller_left", {"reason": f"no agent for {LONELY_S:g} s"}, durable=True)
+        alone.cancel()
         if self._driver.failure.done():
             error = self._driver.failure.exception()
             log.append(
@@ -117,6 +123,14 @@ class ControllerDaemon:
         await hub.close(LINGER_S)
         self._run.remove_endpoint("controller")
         log.close()
+
+    async def _left_alone(self) -> None:
+        """Return when no agent has been connected for ``LONELY_S``."""
+        since_s = time.monotonic()
+        while time.monotonic() - since_s < LONELY_S:
+            await asyncio.sleep(1.0)
+            if self._nodes:
+                since_s = time.monotonic()
 
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role != "agent" or self._driver is None:
