@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-from holdfast.runtime.launch import AgentLink
 
 from holdfast.cli.errors import logs_at
 from holdfast.cli.find import find_run, run_argument
@@ -11,6 +10,7 @@ from holdfast.cli.status import span
 from holdfast.cli.view import Watch
 from holdfast.core.messages import ExitRun
 from holdfast.errors import UserError
+from holdfast.runtime.launch import AgentLink
 
 
 @click.command(name="exit", context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,8 +27,8 @@ def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None)
         view = Watch(directory, settings).poll()
         if view.state in ("ended", "lost"):
             raise UserError(f"run {settings.run_id} is over", hint=f"holdfast status {settings.run_id}")
-        with AgentLink(directory.path) as link:
-            answer = link.request(ExitRun(grace_s=bound_s, source="holdfast exit", cancel=cancel))
+        order = ExitRun(grace_s=bound_s, source="holdfast exit", cancel=cancel)
+        answer = AgentLink(directory.path).request(order)
         if not answer.ok:
             raise UserError(
                 f"run {settings.run_id} refused: {answer.detail}", hint=f"holdfast status {settings.run_id}"

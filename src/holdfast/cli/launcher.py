@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from holdfast.runtime.launch import AgentLink, start_agent
-
 from holdfast.cli.console import NAME, Screen
 from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.resolve import Request
@@ -24,6 +22,7 @@ from holdfast.cli.view import FaultView, RunView, Watch
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import MEANING, Exit
+from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.rundir import RunDir, log_path
 
 POLL_S = 0.1
@@ -134,8 +133,7 @@ class Launcher:
                 else StopRun(reason=f"second signal: {source}")
             )
             try:
-                with AgentLink(self.run_dir.path) as link:
-                    answer = link.request(order)
+                answer = AgentLink(self.run_dir.path).request(order)
             except (HoldfastError, OSError) as error:
                 screen.say(f"{source}: the agent does not answer ({error}); a successor will be asked again")
                 self._answered -= 1
@@ -163,7 +161,7 @@ class Launcher:
             screen.say(f"{fault.name}: {answer}, training goes on after {fault.recovered_s:.2f} s")
 
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
-        if fault.rank is None or fault.rank in self.request.shown_ranks:
+        if fault.rank in self.request.shown_ranks:
             return
         for line in last_lines(log_path(self.watch.log_dir, fault.attempt, fault.rank)):
             screen.rank(fault.rank, line, always_marked=True)
@@ -204,6 +202,6 @@ class Launcher:
     def _log(self, view: RunView) -> str:
         """The log of whoever failed last, or the directory of all logs."""
         fault = self.watch.story.last_fault
-        if fault is None or fault.rank is None:
+        if fault is None:
             return view.logs
         return str(log_path(self.watch.log_dir, fault.attempt, fault.rank))

@@ -62,7 +62,7 @@ def render(view: RunView) -> RenderableType:
     if view.ranks:
         parts += [Text(), _rank_table(view)]
     if view.faults:
-        parts += [Text(), _fault_table(view.faults)]
+        parts += [Text(), *(line for fault in view.faults for line in _fault_lines(fault))]
     parts += [Text(), Text(f"next: {_next(view)}", style="dim")]
     return Group(*parts)
 
@@ -134,25 +134,20 @@ def _rank_table(view: RunView) -> Table:
 
 
 def fault_text(fault: FaultView) -> str:
-    """What happened, as ``rank 2 killed by signal 9 in backward of step 20``."""
-    who = "" if fault.rank is None else f"rank {fault.rank} "
-    place = f" in {fault.phase}" if fault.phase else ""
-    return f"{who}{fault.what or fault.kind}{place} of step {fault.step:,}"
+    """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
+    place = f", in {fault.phase} of step {fault.step:,}" if fault.phase else ""
+    return f"rank {fault.rank}: {fault.what or fault.kind}{place}"
 
 
-def _fault_table(faults: list[FaultView]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("fault")
-    table.add_column("time")
-    table.add_column("what happened", overflow="fold")
-    table.add_column("answer")
-    for phase in RECOVERY_PHASES[1:]:
-        table.add_column(phase, justify="right")
-    for fault in faults:
-        times = [f"{fault.phases[p]:.2f} s" if p in fault.phases else "" for p in RECOVERY_PHASES[1:]]
-        clock = time.strftime("%H:%M:%S", time.localtime(fault.at))
-        table.add_row(fault.name, clock, fault_text(fault), fault.action.replace("_", " "), *times)
-    return table
+def _fault_lines(fault: FaultView) -> list[Text]:
+    clock = time.strftime("%H:%M:%S", time.localtime(fault.at))
+    lines = [Text(f"{fault.name}  {clock}  {fault_text(fault)}")]
+    if fault.action:
+        lines.append(Text(f"      {fault.action.replace('_', ' ')}: {fault.reason}", style="dim"))
+    if fault.phases:
+        times = [f"{phase} {fault.phases[phase]:.2f} s" for phase in RECOVERY_PHASES if phase in fault.phases]
+        lines.append(Text("      " + ", ".join(times), style="dim" if fault.recovered_s else "yellow"))
+    return lines
 
 
 def _next(view: RunView) -> str:

@@ -85,13 +85,16 @@ class LogTail:
             if attempt > self._attempt:
                 yield from self.drain()
                 self._attempt, self._tails = attempt, {}
-        if self._attempt >= 0:
-            for rank in ranks_of(self._log_dir, self._attempt):
-                if rank not in self._tails and (self._ranks is None or rank in self._ranks):
-                    self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
+            if attempt == self._attempt:
+                self._open()
         for rank, tail in sorted(self._tails.items()):
             for line in tail.poll():
                 yield rank, line
+
+    def _open(self) -> None:
+        for rank in ranks_of(self._log_dir, self._attempt):
+            if rank not in self._tails and (self._ranks is None or rank in self._ranks):
+                self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:
         """The rest of the present attempt's files."""

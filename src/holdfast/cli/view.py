@@ -40,11 +40,12 @@ class RankView(msgspec.Struct):
 
 
 class FaultView(msgspec.Struct):
-    """One fault. ``phases``: seconds from the detection to the end of each recovery phase that was reached."""
+    """One fault. ``phases``: seconds from the fault to the end of each phase of its recovery."""
 
     number: int
     at: float  # Unix time
-    rank: int | None
+    rank: int
+    member_id: int
     kind: str
     phase: str
     step: int
@@ -61,7 +62,7 @@ class FaultView(msgspec.Struct):
 
     @property
     def recovered_s(self) -> float | None:
-        """Detection to the next committed step, None while it has not come."""
+        """From the fault to the next committed step, None while it has not come."""
         return self.phases.get("resumed")
 
 
@@ -114,18 +115,13 @@ class Story:
         self.exiting = ""
         self.ended: dict[str, Any] | None = None
         self.ended_at = 0.0
-        self.started_mono_s = 0.0
         self.faults: list[FaultView] = []
-        self._detected_mono_s = 0.0
+        self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
     def recovering(self) -> bool:
         """A fault is being answered."""
-        return (
-            bool(self.faults)
-            and self.faults[-1].recovered_s is None
-            and not self.faults[-1].action[:4] == "stop"
-        )
+        return bool(self._open)
 
     @property
     def last_fault(self) -> FaultView | None:
@@ -137,39 +133,48 @@ class Story:
         fold = getattr(self, f"_on_{event.kind}", None)
         if fold is not None:
             fold(event, event.data)
-        if event.kind in RECOVERY_PHASES and self.faults:
-            self.faults[-1].phases[event.kind] = round(event.t_mono - self._detected_mono_s, 6)
+        if event.kind in RECOVERY_PHASES:
+            for fault, at_mono_s in self._open:
+                fault.phases[event.kind] = round(event.t_mono - at_mono_s, 6)
 
     def _on_generation_started(self, event: Event, data: dict[str, Any]) -> None:
         self.generation = str(data["generation"])
-        self.started_mono_s = self.started_mono_s or event.t_mono
         if not data.get("in_place"):
             self.attempt = int(data["attempt"])
             self.members = {int(m): rank for rank, m in enumerate(data["members"])}
 
     def _on_detected(self, event: Event, data: dict[str, Any]) -> None:
-        self._detected_mono_s = event.t_mono
-        self.faults.append(
-            FaultView(
-                number=len(self.faults) + 1,
-                at=event.t_wall,
-                rank=data.get("rank"),
-                kind=str(data.get("kind", "")),
-                phase=str(data.get("phase", "")),
-                step=int(data.get("step", 0)),
-                attempt=max(self.attempt, 0),
-                what=str(data.get("what", "")),
-            )
+        ago_s = float(data["detected_s"])
+        fault = FaultView(
+            number=len(self.faults) + 1,
+            at=event.t_wall - ago_s,
+            rank=int(data["rank"]),
+            member_id=int(data["member_id"]),
+            kind=str(data["kind"]),
+            phase=str(data["phase"]),
+            step=int(data["step"]),
+            attempt=max(self.attempt, 0),
+            what=str(data["what"]),
         )
+        self.faults.append(fault)
+        self._open.append((fault, event.t_mono - ago_s))
 
     def _on_planned(self, event: Event, data: dict[str, Any]) -> None:
-        self.step = max(self.step, int(data.get("step", 0)))
-        self.steps_lost += int(data.get("steps_lost", 0))
+        self.step = max(self.step, int(data["step"]))
 
     def _on_verdict(self, event: Event, data: dict[str, Any]) -> None:
-        if self.faults:
-            self.faults[-1].action = str(data.get("action", ""))
-            self.faults[-1].reason = str(data.get("reason", ""))
+        for fault, _ in self._open:
+            fault.action, fault.reason = str(data["action"]), str(data["reason"])
+
+    def _on_restored(self, event: Event, data: dict[str, Any]) -> None:
+        self.step = int(data["step"])
+        self.steps_lost += int(data["steps_lost"])
+
+    def _on_recovered(self, event: Event, data: dict[str, Any]) -> None:
+        for fault, _ in self._open:
+            if fault.member_id == data["member_id"]:
+                fault.phases = {phase: float(data[f"{phase}_s"]) for phase in RECOVERY_PHASES}
+        self._open = [(fault, at) for fault, at in self._open if fault.member_id != data["member_id"]]
 
     def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:
         self.session = True
@@ -182,7 +187,18 @@ class Story:
         self.exiting = str(data["source"])
 
     def _on_exit_cancelled(self, event: Event, data: dict[str, Any]) -> None:
-        self.exiting = ""
+        self.exiting = "" if data["done"] else self.exiting
+
+    def _on_finished(self, event: Event, data: dict[str, Any]) -> None:
+        self.step = max(self.step, int(data["step"]))
+
+    def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
+        # An agent that gave up on controllers ends the run alone; otherwise the run has ended before.
+        if self.ended is None:
+            self.ended, self.ended_at = (
+                {"code": data["code"], "reason": "no controller could be kept"},
+                event.t_wall,
+            )
 
     def _on_run_ended(self, event: Event, data: dict[str, Any]) -> None:
         self.ended, self.ended_at = data, event.t_wall
@@ -277,14 +293,15 @@ class Watch:
         )
 
     def _goodput(self, now: float) -> float | None:
-        begun = now - self.settings.created_at
-        if begun <= 0 or not self.story.session:
+        begun_s = now - self.settings.created_at
+        if begun_s <= 0 or not self.story.session:
             return None
-        lost_s = sum(
-            fault.recovered_s if fault.recovered_s is not None else max(0.0, now - fault.at)
-            for fault in self.story.faults
-        )
-        return round(max(0.0, 1.0 - lost_s / begun), 5)
+        lost_s, until = 0.0, 0.0
+        for fault in self.story.faults:  # in the order of detection; two may share one recovery
+            end = now if fault.recovered_s is None else fault.at + fault.recovered_s
+            lost_s += max(0.0, end - max(fault.at, until))
+            until = max(until, end)
+        return round(max(0.0, 1.0 - lost_s / begun_s), 5)
 
 
 def _page_view(path: Path) -> RankView | None:

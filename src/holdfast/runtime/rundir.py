@@ -79,7 +79,7 @@ class RunDir:
         except OSError as error:
             raise UsageError(
                 f"cannot make the run directory {self.path}: {error.strerror}",
-                hint="choose a writable place with --log-dir",
+                hint="choose a writable place with --run-dir",
             ) from error
 
     def token(self) -> bytes:

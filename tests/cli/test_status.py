@@ -1,0 +1,251 @@
+"""Readers of a run: they need nothing but its files, whoever is alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.find import find_run
+from holdfast.cli.status import span
+from holdfast.cli.view import Watch
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.page import Phase, Word
+from holdfast.errors import UsageError
+from holdfast.journal import Journal, Value
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir, log_path, write_private
+from holdfast.runtime.settings import RunSettings
+from tests.cli.command import Run
+
+FAULT: dict[str, Value] = {
+    "rank": 1,
+    "member_id": 2,
+    "kind": "signal",
+    "what": "killed by SIGKILL",
+    "step": 20,
+    "phase": "backward",
+    "detected_s": 0.01,
+}
+TIMES: dict[str, Value] = {
+    f"{phase}_s": value
+    for phase, value in zip(
+        ("detected", "fenced", "quiesced", "planned", "restored", "resumed"),
+        (0.01, 0.02, 0.06, 0.07, 1.5, 2.25),
+        strict=True,
+    )
+}
+
+
+class Made:
+    """A run directory as agent and controller write it."""
+
+    def __init__(self, base: Path, run_id: str, workers: int = 2) -> None:
+        self.directory = RunDir(base / "runs" / run_id)
+        self.directory.create()
+        self.settings = RunSettings(run_id=run_id, nproc=workers, created_at=time.time() - 10)
+        self.settings.save(self.directory.path)
+        self.journal = Journal.open(self.directory.journal, "controller")
+        self.pages: list[Page] = []
+
+    def start(self, attempt: int, first_member: int, n: int = 1) -> None:
+        members = [first_member + rank for rank in range(self.settings.nproc)]
+        self.journal.append(
+            "generation_started",
+            {"generation": f"1.{n}", "attempt": attempt, "in_place": False, "resume": "", "members": members},
+        )
+        for rank, member in enumerate(members):
+            path = self.directory.page_path(MemberId(member))
+            page = Page.create(path, generation=Generation(1, n).pack(), member=member, rank=rank)
+            page[Word.PID] = os.getpid()
+            page.place(21, Phase.FORWARD)
+            self.pages.append(page)
+            log = log_path(self.directory.path, attempt, rank)
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(f"attempt {attempt} rank {rank}\n")
+
+    def fault(self) -> None:
+        self.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+        self.journal.append("detected", FAULT)
+        self.journal.append("fenced", {"generation": "1.2", "reason": "", "dead_ranks": [1]})
+        self.journal.append("planned", {"generation": "1.2", "step": 20})
+        self.journal.append("verdict", {"action": "restart_last_gasp", "reason": "rank 1 is gone"})
+
+    def recover(self) -> None:
+        self.journal.append("restored", {"step": 20, "steps_lost": 0, "generation": "1.2"})
+        self.journal.append("resumed", {"step": 20, "generation": "1.2"})
+        self.journal.append("recovered", {**FAULT, "steps_lost": 0, "freed_s": 0.03, **TIMES})
+
+    def end(self, code: int, reason: str = "") -> None:
+        self.journal.append("run_ended", {"code": code, "cause": "", "reason": reason, "step": 40})
+        self.close()
+        self.directory.remove_pages()
+
+    def serve(self) -> None:
+        """As if this process were the agent."""
+        self.directory.write_endpoint("agent", "127.0.0.1", 1)
+
+    def close(self) -> None:
+        for page in self.pages:
+            page.close()
+        self.pages = []
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    run = Made(tmp_path, "alpha-1")
+    yield run
+    run.close()
+    run.journal.close()
+    run.directory.remove_pages()
+
+
+def as_json(holdfast: Run, *args: str) -> dict[str, object]:
+    result = holdfast("status", "--json", *args)
+    assert result.returncode == 0, result.stderr
+    view = json.loads(result.stdout)
+    assert isinstance(view, dict)
+    return view
+
+
+def test_a_live_run(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    made.pages[1].place(20, Phase.VOTE)
+    view = as_json(holdfast)
+    assert (view["run_id"], view["state"], view["step"], view["code"]) == ("alpha-1", "running", 21, None)
+    ranks = view["ranks"]
+    assert isinstance(ranks, list)
+    assert [(r["rank"], r["phase"], r["step"], r["alive"]) for r in ranks] == [
+        (0, "forward", 21, True), (1, "vote", 20, True),
+    ]  # fmt: skip
+    text = holdfast("status").stdout
+    assert "alpha-1  running  step 21  2/2 workers" in text
+    assert "vote" in text and str(os.getpid()) in text and "holdfast exit alpha-1" in text
+    assert "\x1b" not in text
+
+
+def test_a_fault_while_it_is_answered(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    made.fault()
+    view = as_json(holdfast, "alpha-1")
+    assert view["state"] == "recovering"
+    faults = view["faults"]
+    assert isinstance(faults, list)
+    (fault,) = faults
+    assert (fault["rank"], fault["phase"], fault["action"]) == (1, "backward", "restart_last_gasp")
+    assert set(fault["phases"]) == {"detected", "fenced", "planned"}
+
+
+def test_a_fault_that_is_over(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    made.fault()
+    made.start(1, 3, n=2)
+    made.recover()
+    view = as_json(holdfast)
+    assert (view["state"], view["attempt"], view["steps_lost"]) == ("running", 1, 0)
+    ranks, faults = view["ranks"], view["faults"]
+    assert isinstance(ranks, list) and isinstance(faults, list)
+    assert [r["member_id"] for r in ranks] == [3, 4]
+    assert faults[0]["phases"]["resumed"] == 2.25
+    text = holdfast("status").stdout
+    assert "F001" in text and "rank 1: killed by SIGKILL, in backward of step 20" in text and "2.25 s" in text
+
+
+def test_after_the_end(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.end(75, "asked by Ctrl-C")
+    view = as_json(holdfast)
+    assert (view["state"], view["code"], view["step"], view["ranks"]) == ("ended", 75, 40, [])
+    assert view["reason"] == "asked by Ctrl-C"
+    text = holdfast("status", "--watch").stdout
+    assert "ended with 75" in text and "run the same command again" in text
+
+
+def test_nobody_left(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    for page in made.pages:
+        page[Word.PID] = 2**22 + 1  # no process has this number
+    assert as_json(holdfast)["state"] == "lost"
+    assert "dead (in forward)" in holdfast("status").stdout
+
+
+def test_damaged_pages_and_log_lines_do_not_hide_the_rest(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    made.directory.page_path(MemberId(99)).write_bytes(b"no page")
+    with made.directory.journal.open("ab") as file:
+        file.write(b'{"v":1,"seq":0,"crc":"wrong"}\n{"torn')
+    view = as_json(holdfast)
+    assert view["state"] == "running" and len(view["ranks"]) == 2  # type: ignore[arg-type]
+
+
+def test_which_run(holdfast: Run, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = Made(tmp_path, "beta-1")
+    other.journal.close()
+    os.utime(other.directory.path / "run.json", (0, 0))
+    assert find_run(None, "runs")[1].run_id == "alpha-1"
+    assert find_run("bet", "runs")[1].run_id == "beta-1"
+    assert find_run(str(other.directory.path), "runs")[1].run_id == "beta-1"
+    with pytest.raises(UsageError, match="there is no run alpa-1") as caught:
+        find_run("alpa-1", "runs")
+    assert caught.value.hint == "did you mean alpha-1?"
+    write_private(other.directory.path / "run.json", b"{")
+    with pytest.raises(UsageError, match="damaged"):
+        find_run("beta-1", "runs")
+    other.directory.remove_pages()
+
+
+def test_logs(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.start(1, 3)
+    made.end(0)
+    everything = "[rank 0] attempt 0 rank 0\n[rank 1] attempt 0 rank 1\n"
+    assert holdfast("logs", "--attempt", "0").stdout == everything
+    assert holdfast("logs", "--rank", "1").stdout == "attempt 0 rank 1\nattempt 1 rank 1\n"
+    assert len(holdfast("logs", "-f").stdout.splitlines()) == 4
+    paths = holdfast("logs", "--paths", "--rank", "0").stdout.splitlines()
+    assert [Path(p).read_text() for p in paths] == ["attempt 0 rank 0\n", "attempt 1 rank 0\n"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--rank", "7"], "has ranks 0 to 1, not 7"),
+        (["--attempt", "5"], "has no attempt 5 (there are 0 to 0)"),
+        (["--attempt", "0", "-f"], "--attempt shows what is over"),
+    ],
+)
+def test_logs_that_do_not_exist(holdfast: Run, made: Made, args: list[str], says: str) -> None:
+    made.start(0, 1)
+    result = holdfast("logs", *args)
+    assert result.returncode == 2 and says in result.stderr
+
+
+def test_goodput_counts_the_union(made: Made) -> None:
+    made.start(0, 1)
+    made.fault()
+    second: dict[str, Value] = {**FAULT, "rank": 0, "member_id": 1}
+    made.journal.append("detected", second)
+    made.recover()
+    made.journal.append("recovered", {**second, "steps_lost": 0, **TIMES})
+    watch = Watch(made.directory, made.settings)
+    view = watch.poll()
+    assert [f.recovered_s for f in view.faults] == [2.25, 2.25]
+    assert view.goodput is not None and 0.7 < view.goodput < 0.8
+    assert not watch.story.recovering
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0.31, "0.3 s"), (42.4, "42 s"), (59.7, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
+)
+def test_span(duration_s: float, text: str) -> None:
+    assert span(duration_s) == text
