@@ -29,7 +29,7 @@ from holdfast.drill.timeline import fault_reports
 from holdfast.drill.trace import read_trace
 
 NPROC = 4
-STEPS = 45
+STEPS = 32
 KILL_FROM, KILL_TO = 15, 25
 
 

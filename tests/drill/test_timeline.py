@@ -29,12 +29,14 @@ def recovery(start_s: float, step: int, *, decision: str = "none", in_doubt: int
         if kind == "planned":
             data = {"step": step, "decision": decision, "in_doubt": in_doubt}
         made.append(event(index, start_s + 0.1 * (index + 1), kind, **data))
-    made.append(event(9, start_s + 0.6, "recovered", steps_lost=0, freed_s=0.05))
+    made.append(event(9, start_s + 0.6, "recovered", steps_lost=0))
     return made
 
 
 def injected(number: int, at_s: float, step: int, committed: int) -> Injected:
-    return Injected(number, "kill", (1,), (5,), "vote", "vote", step, committed, int(at_s * 1e9))
+    return Injected(
+        number, "kill", (1,), (5,), "vote", "vote", step, committed, int(at_s * 1e9), int((at_s + 0.05) * 1e9)
+    )
 
 
 def test_each_fault_gets_the_phases_between_it_and_the_next() -> None:
@@ -69,7 +71,8 @@ def test_a_torn_line_of_the_injector_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "injected.jsonl"
     assert read_injected(path) == []
     path.write_bytes(b'{"number":0,"kind":"kill","ranks":[1],"members":[5],"asked_phase":"vote","phase":"vote",'
-                     b'"step":7,"committed_step":7,"moment_ns":100000000000}\n{"number":1,')  # fmt: skip
+                     b'"step":7,"committed_step":7,"moment_ns":100000000000,"freed_ns":100050000000}\n'
+                     b'{"number":1,')  # fmt: skip
     assert read_injected(path) == [injected(0, 100.0, 7, 7)]
 
 

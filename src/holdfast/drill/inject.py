@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ VOTE_S = 0.002
 SETTLE_S = 0.01
 DELAY_S = 0.06
 SPIN_S = 0.0001
+FREED_S_MAX = 2.0
 ACTIONS = {"kill": TrapAction.HOLD, "exception": TrapAction.RAISE, "exit": TrapAction.EXIT}
 
 
@@ -59,6 +60,7 @@ class Injected(msgspec.Struct, frozen=True):
     step: int
     committed_step: int
     moment_ns: int
+    freed_ns: int = 0  # the last survivor's main thread was out of its collective; 0: one of them never said
 
 
 class Injector:
@@ -113,10 +115,16 @@ class Injector:
                 page = Page.open(victims[0].path)
             except OSError:
                 continue
-            with closing(page):
+            others = [seen for rank, seen in workers.items() if rank not in fault.ranks]
+            with closing(page), ExitStack() as stack:
+                try:
+                    survivors = [stack.enter_context(closing(Page.open(seen.path))) for seen in others]
+                except OSError:
+                    continue
                 at = self._strike(page, fault, victims)
                 if at is not None:
-                    return self._report(number, fault, victims, page, *at)
+                    freed_ns = self._freed(survivors, [seen.pid for seen in others])
+                    return self._report(number, fault, victims, page, *at, freed_ns)
         return None
 
     def _strike(self, page: Page, fault: Fault, victims: list[Seen]) -> tuple[int, int] | None:
@@ -196,7 +204,14 @@ class Injector:
         return moment_ns, committed
 
     def _report(
-        self, number: int, fault: Fault, victims: list[Seen], page: Page, moment_ns: int, committed: int
+        self,
+        number: int,
+        fault: Fault,
+        victims: list[Seen],
+        page: Page,
+        moment_ns: int,
+        committed: int,
+        freed_ns: int,
     ) -> Injected:
         deadline_s = time.monotonic() + 1.0
         while fault.kind != "exception" and alive(victims[0].pid) and time.monotonic() < deadline_s:
@@ -212,7 +227,20 @@ class Injector:
             step=step,
             committed_step=committed,
             moment_ns=moment_ns,
+            freed_ns=freed_ns,
         )
+
+    def _freed(self, survivors: list[Page], pids: list[int]) -> int:
+        """When the last survivor was out of its collective, or 0 when one of them ended without saying so."""
+        deadline_s = time.monotonic() + FREED_S_MAX
+        while time.monotonic() < deadline_s:
+            moments = [page[Word.FREED_NS] for page in survivors]
+            if all(moments):
+                return max(moments, default=0)
+            if not any(alive(pid) for pid in pids):
+                return 0
+            time.sleep(POLL_S)
+        return 0
 
 
 def read_injected(path: Path) -> list[Injected]:

@@ -20,7 +20,11 @@ _FIRST_COUNTS = SEEN_PHASES[:2]
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault and its recovery. ``decision`` is where the in-doubt ranks went: ``forward``, ``back`` or ``none``."""
+    """One fault and its recovery.
+
+    ``freed_s``: the last survivor was out of its collective (it says so when it next starts one, so computing counts).
+    ``decision`` is where the in-doubt ranks went: ``forward``, ``back`` or ``none``.
+    """
 
     kind: str
     rank: int
@@ -58,7 +62,7 @@ def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list
 
 def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultReport:
     times: dict[str, float] = {}
-    decision, action, in_doubt, steps_lost, freed_s = "none", "", 0, 0, None
+    decision, action, in_doubt, steps_lost = "none", "", 0, 0
     for event in events:
         if event.kind in SEEN_PHASES and not (event.kind in _FIRST_COUNTS and event.kind in times):
             times[event.kind] = round(event.t_mono - start_s, 6)
@@ -71,14 +75,13 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultRe
             action = str(event.data["action"])
         elif event.kind == "recovered":
             steps_lost = max(steps_lost, int(event.data["steps_lost"]))
-            freed_s = max(freed_s or 0.0, float(event.data["freed_s"]))
     return FaultReport(
         kind=fault.kind,
         rank=fault.ranks[0],
         ranks=fault.ranks,
         phase=fault.phase,
         step=fault.step,
-        freed_s=freed_s,
+        freed_s=round(fault.freed_ns / 1e9 - start_s, 6) if fault.freed_ns else None,
         action=action,
         decision=decision,
         in_doubt=in_doubt,
