@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.drill import show
+from holdfast.cli.main import answer
+from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill import train
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import KINDS, PHASES, Fault
@@ -119,3 +122,28 @@ def test_without_torch_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UnsupportedError, match=r"pip install 'holdfast\[torch\]'") as caught:
         require_torch()
     assert "\n" not in str(caught.value)
+
+
+def test_the_command_writes_its_verdict_as_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "verdict.json"
+    flags = [
+        "--size",
+        "tiny",
+        "--nproc",
+        "2",
+        "--steps",
+        "24",
+        "--seed",
+        "1",
+        "--run-dir",
+        str(tmp_path / "runs"),
+    ]
+    assert answer(["drill", *flags, "--json", str(file)]) == 0
+    verdict = json.loads(file.read_text())
+    assert (verdict["identical"], verdict["steps_lost"]) == (True, 0) and verdict["digest"]
+    (fault,) = verdict["faults"]
+    assert fault["kind"] == "kill" and fault["rank"] in (0, 1) and fault["phase"] and fault["step"] >= 6
+    times = [fault[f"{phase}_s"] for phase in RECOVERY_PHASES]
+    assert times == sorted(times) and times[0] > 0
+    shown = capfd.readouterr().out
+    assert "PASSED" in shown and all(len(line) <= 80 for line in shown.splitlines())

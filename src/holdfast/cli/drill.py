@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.console import Screen
+from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill.grammar import Fault, parse_fault
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.drill.timeline import FaultReport
 from holdfast.exits import Exit
 
-PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
 WORDS = {
     "detected": "the control plane knows",
     "fenced": "the old generation is closed",
@@ -54,11 +54,12 @@ DEFAULT_STEPS = 40
 @click.option("--run-dir", default="runs", show_default=True, help="Where the drill's directory is made.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
               help="Write the verdict as data.")  # fmt: skip
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def drill(
     faults: tuple[str, ...], nproc: int, size: str, layout: str, steps: int, save_every: int,
-    seed: int | None, run_dir: str, json_file: Path | None, script: str | None, args: tuple[str, ...],
+    seed: int | None, module: bool, run_dir: str, json_file: Path | None, script: str | None, args: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Run a training job once undisturbed and once with faults, and compare the results bit for bit.
 
@@ -70,7 +71,7 @@ def drill(
     if script is None:
         exercise = Exercise.builtin(nproc=nproc, size=size, layout=layout, steps=steps, save_every=save_every)
     else:
-        exercise = Exercise((script, *args), nproc, results=False)
+        exercise = Exercise((*(("-m",) if module else ()), script, *args), nproc, results=False)
     chosen = secrets.randbelow(1 << 16) if seed is None else seed
     base = Path(run_dir) / time.strftime(f"drill-%Y%m%d-%H%M%S-{chosen}")
     what = script or f"{size} model, {layout}, {steps} steps"
@@ -144,9 +145,9 @@ def timeline(fault: FaultReport) -> Table:
     table.add_column(justify="right", width=9)
     table.add_column(width=BAR)
     table.add_column(style="dim")
-    whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in PHASES), default=0.0)
+    whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in RECOVERY_PHASES), default=0.0)
     before = 0.0
-    for phase in PHASES:
+    for phase in RECOVERY_PHASES:
         seconds = fault.seconds(phase)
         if seconds is None:
             table.add_row(f"  {phase}", "never", "", WORDS[phase])
