@@ -125,6 +125,9 @@ def main() -> int:
         run_script(settings)
     except SystemExit as error:
         code = _exit_code(error)
+        if code != Exit.OK and client.page.state()[1] is not Phase.FINISHED:
+            # A script that gives up by itself (a wrong argument) will do so again: to the controller, an exception.
+            _tell(client, error, f"exit code {code}")
     except BaseException as error:
         code = _report(client, error)
     else:
@@ -159,6 +162,11 @@ def _report(client: Client, error: BaseException) -> int:
     _write_error_file(f"{type(error).__name__}: {what}", text)
     if client.fenced:
         return int(Exit.RESTART)
+    return int(Exit.BAD_INPUT if _tell(client, error, what, text) else Exit.FAILED)
+
+
+def _tell(client: Client, error: BaseException, what: str, text: str = "") -> bool:
+    """Tell the controller that user code ended this process. Returns True for an error that the user has to fix."""
     user_error = isinstance(error, UserError | StoreError)
     client.send(
         WorkerFailed(
@@ -172,7 +180,7 @@ def _report(client: Client, error: BaseException) -> int:
             user_error=user_error,
         )
     )
-    return int(Exit.BAD_INPUT if user_error else Exit.FAILED)
+    return user_error
 
 
 def digest(error: BaseException) -> str:
