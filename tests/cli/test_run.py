@@ -1,0 +1,118 @@
+"""``holdfast run`` from the shell's side: what is printed where, which code it ends with, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import HOLDFAST, Run, clean_environment
+
+pytestmark = pytest.mark.processes
+
+BOUND_S = 60
+SCRIPT = """\
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+print("rank", rank, "says", sys.argv[1:], flush=True)
+if "die" in sys.argv and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("last words", flush=True)
+    os.kill(os.getpid(), 9)
+if "raise" in sys.argv:
+    undefined_name
+if "wait" in sys.argv:
+    pathlib.Path(f"up-{rank}").touch()
+    time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+
+def left_behind(root: Path) -> list[str]:
+    """Command lines of living processes that work in ``root``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "cwd") == str(root):
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # gone meanwhile, or not ours
+    return found
+
+
+def start(root: Path, *args: str) -> subprocess.Popen[str]:
+    """``holdfast run`` in the background, once both workers are up."""
+    process = subprocess.Popen(
+        [HOLDFAST, "run", "--nproc-per-node", "2", "--run-id", "mine", *args, "train.py", "wait"],
+        cwd=root,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + BOUND_S
+    while not all((root / f"up-{rank}").exists() for rank in range(2)):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)
+        time.sleep(0.05)
+    return process
+
+
+def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
+    env = {"PET_NPROC_PER_NODE": "2"}
+    result = holdfast("run", "--standalone", "--run-id", "mine", "train.py", "--nnodes", "4", env=env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "rank 0 says ['--nnodes', '4']\n"
+    assert "note: --standalone has no effect" in result.stderr
+    first, *_, last = [line for line in result.stderr.splitlines() if "note:" not in line]
+    assert "run mine: 2 workers" in first and "holdfast logs -f mine" in first
+    assert "the job ran to its end" in last and str(tmp_path / "runs" / "mine" / "attempt-000") in last
+    assert "rank 1 says" in holdfast("logs", "--rank", "1").stdout
+    assert (tmp_path / "runs" / "mine").stat().st_mode & 0o777 == 0o700
+    assert left_behind(tmp_path) == []
+
+
+def test_a_rank_that_dies_shows_its_last_lines(holdfast: Run, tmp_path: Path) -> None:
+    result = holdfast("run", "--nproc-per-node", "2", "train.py", "die")
+    assert result.returncode == 0, result.stderr
+    assert "[rank 1] last words" in result.stdout
+    assert "F001: rank 1" in result.stderr and "1 fault" in result.stderr
+    assert left_behind(tmp_path) == []
+
+
+def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
+    result = holdfast("run", "-t", "3", "--nproc-per-node", "2", "train.py", "raise")
+    assert result.returncode == 1, result.stderr
+    assert "NameError" in result.stdout and "[rank 0] rank 0 says" in result.stdout
+    *_, error, log, then = result.stderr.splitlines()
+    assert error.startswith("error: run ") and "NameError" in error
+    assert Path(log.removeprefix("  log: ")).read_text().count("NameError") == 1
+    assert then.startswith("  next: ") and "holdfast logs" in then
+    assert left_behind(tmp_path) == []
+
+
+def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
+    """No session, so there is nothing to save: 76."""
+    process = start(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=BOUND_S)
+    assert process.returncode == 76, error
+    assert "Ctrl-C" in error and "  next: " in error
+    assert left_behind(tmp_path) == []
+
+
+def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
+    process = start(tmp_path)
+    answer = holdfast("exit", "mine", "--grace-s", "20")
+    assert answer.returncode == 0 and "mine: " in answer.stdout, answer.stderr
+    process.communicate(timeout=BOUND_S)
+    assert process.returncode == 76
+    over = holdfast("exit", "mine")
+    assert over.returncode == 3 and "error: run mine is over" in over.stderr
+    assert left_behind(tmp_path) == []
