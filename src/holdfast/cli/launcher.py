@@ -190,6 +190,12 @@ class Launcher:
         cost = ", ".join(fact for fact in facts(view) if "worker" not in fact)
         if code is Exit.OK or code is Exit.REQUEUE:
             say(f"{NAME}run {view.run_id}: {MEANING[code]} ({cost}); logs in {view.logs}")
+            own = self.run_dir.checkpoints
+            if code is Exit.REQUEUE and own.is_dir():
+                # The script named no directory, so a new run would look into its own, which is empty.
+                say(
+                    f"  next: HOLDFAST_CHECKPOINT={own} and the same command (or session(checkpoint=...) for good)"
+                )
             return code
         why = f": {view.reason}" if view.reason else ""
         outcome(
