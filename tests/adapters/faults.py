@@ -83,7 +83,12 @@ def _barrier(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tenso
 
 def _future(rank: int, size: int, turn: int, numel: int) -> tuple[Tensor, Tensor]:
     x = torch.full((numel,), _value(rank, turn))
-    dist.all_reduce(x, async_op=True).get_future().wait()
+    try:
+        dist.all_reduce(x, async_op=True).get_future().wait()
+    except RuntimeError as error:  # a future's error crosses C++, where its type is lost; its text names it
+        if "PeerLost: " not in str(error):
+            raise
+        raise PeerLost(str(error)) from error
     return x, torch.full_like(x, sum(_value(r, turn) for r in range(size)))
 
 
