@@ -25,6 +25,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -107,7 +108,7 @@ class Session:
         if ROOT_VARIABLE in os.environ:
             self.root = Path(os.environ[ROOT_VARIABLE]).absolute()
         if self.root is None and client is not None and client.run_dir is not None and not library:
-            self.root = client.run_dir / "checkpoints"
+            self.root = RunDir(client.run_dir).checkpoints
         if client is None or client.run_dir is None:
             run = f"solo-{secrets.token_hex(4)}"
         else:
