@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check matrix soak bench clean
+.PHONY: help venv drill test check frameworks matrix soak bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -34,6 +34,9 @@ test: venv  ## the test suite (under 10 minutes on 2 cores)
 
 check: venv  ## lint, format, types, rings
 	VENV=$(VENV) scripts/check
+
+frameworks:  ## tests with Hugging Face, Lightning, Megatron, MindSpore, ...: each in an environment of its own
+	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/frameworks
 
 matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes)
 	$(VENV)/bin/python -m holdfast.drill.matrix
