@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,38 @@ def test_separate_named_updates() -> None:
         return [*g.parameters(), *d.parameters()]
 
     assert all(map(torch.equal, train(True), train(False)))
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_closure_computes_the_gradients_before_the_vote(keyword: bool) -> None:
+    def train(protected: bool) -> Job:
+        job = Job()
+
+        def update(batch: Any, state: Callable[[], str]) -> None:
+            def closure() -> Any:
+                assert state() == "compute"
+                job.optimizer.zero_grad()
+                loss = (job.net(batch[0]) - batch[1]).square().mean()
+                loss.backward()
+                return loss
+
+            loss = job.optimizer.step(closure=closure) if keyword else job.optimizer.step(closure)
+            assert loss is not None
+            job.scheduler.step()
+
+        if protected:
+            with job.session() as s:
+                for step in s.steps(job.loader, until=6):
+                    with step as batch:
+                        update(batch, lambda: s._rank.state)
+                        assert s._rank.state == "updating"
+            return job
+        for step, batch in enumerate(job.loader):
+            reseed(5, 0, step)
+            update(batch, lambda: "compute")
+        return job
+
+    assert same(train(True), train(False))
 
 
 def test_scaler_that_skips() -> None:

@@ -121,11 +121,27 @@ class TorchAdapter:
             self._backward_seen = True
             self._hooks.backward()
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""
         name = self._names.get(id(optimizer))
         if name is None:
             self._refuse_unknown(optimizer)
-            return
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._agree(name)
+            return None
+
+        def agreed() -> Any:
+            loss = closure()
+            self._agree(name)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], agreed, *args[2:]), kwargs
+        return args, {**kwargs, "closure": agreed}
+
+    def _agree(self, name: str) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"optimizer {name!r} updates weights inside backward, before the step is agreed",

@@ -1,0 +1,120 @@
+"""A session inside a training loop that is not ours.
+
+Theory. ``with step:`` wants to own the body of the loop, so that an aborted step can be run again. A framework owns its
+loop and calls back. So the calls that make up one step are remembered as they come (:meth:`Replay.do`); when the step
+is aborted, wherever that shows, the block is opened again and they are run again, in order, before the framework goes
+on. From the framework's side its call has only taken longer.
+
+Rules for the caller:
+1. A remembered call may run several times: it takes its inputs from copies and leaves nothing behind but gradients.
+2. Nothing communicates between the optimizer's update and :meth:`Replay.commit`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import holdfast
+from holdfast.session.session import Session
+
+
+class Replay:
+    """A session and its steps, driven from inside a framework's loop.
+
+    Attributes:
+        is_open: a step is under way.
+        position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        """``arguments`` are those of :func:`holdfast.session`, which is entered here; its errors are raised here."""
+        self.is_open = False
+        self.position: dict[str, Any] = {}
+        self._committed: tuple[int, dict[str, Any]] = (-1, {})
+        self._calls: list[Callable[[], Any]] = []
+        self._session: Session | None = None
+        session = holdfast.session(**{**arguments, "state": {**arguments.get("state", {}), "loop": self}})
+        session.__enter__()
+        self._session = session
+        self._steps = session.steps(until=sys.maxsize)
+        self._step = next(self._steps)
+
+    # ------------------------------------------------------------------ what the session saves
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is at the session's step; asked from any thread, also while a commit is under way."""
+        step, value = self._committed
+        return value if self._session is not None and self._session.step == step else self.position
+
+    def load_state_dict(self, value: dict[str, Any]) -> None:
+        """From a checkpoint."""
+        self.position = value
+
+    # ------------------------------------------------------------------ what the framework calls
+
+    def begin(self) -> None:
+        """Open the block of the next step; nothing when it is open."""
+        if not self.is_open:
+            self._step.__enter__()
+            self.is_open = True
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` as a part of the step and return its result; again, with all before it, after an abort."""
+        self._calls.append(call)
+        return self._run([call])
+
+    def commit(self, position: dict[str, Any]) -> None:
+        """End the block: the step counts, and the loop is at ``position`` (plain values or tensors) after it.
+
+        Raises:
+            SystemExit: all ranks have agreed to leave, and the checkpoint is written.
+        """
+        self._committed = (self._step.number + 1, position)
+        while True:
+            self._step.__exit__(None, None, None)
+            if self._step.committed:
+                break
+            self._again()
+            self._run(self._calls)
+        self.position = position
+        self._calls.clear()
+        self.is_open = False
+        following = next(self._steps, None)
+        if following is None:
+            self.close(None)
+        else:
+            self._step = following
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the session, by the end of training or by the ``error`` that ends it; nothing when it is closed.
+
+        Raises:
+            SystemExit: as :meth:`commit`.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            session.__exit__(None if error is None else type(error), error, None)
+
+    # ------------------------------------------------------------------ inside
+
+    def _run(self, calls: list[Callable[[], Any]]) -> Any:
+        """Run ``calls`` in the open block; everything since its start after each abort. The last call's result."""
+        while True:
+            try:
+                for call in calls:
+                    result = call()
+            except BaseException as error:
+                if not self._step.__exit__(type(error), error, None):
+                    self.is_open = False
+                    raise
+                self._again()
+                calls = self._calls
+            else:
+                return result
+
+    def _again(self) -> None:
+        """The aborted step once more."""
+        self._step = next(self._steps)
+        self._step.__enter__()

@@ -1,0 +1,92 @@
+"""The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with a fault of our making.
+
+``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL]``: CALL counts calls of ``training_step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.integrations.hf import protect
+
+EPOCH_STEPS = 4
+STEPS = 9
+
+
+class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Tokens that only their index decides."""
+
+    def __len__(self) -> int:
+        return EPOCH_STEPS * 4 * 2 * 2
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Job(Trainer):  # type: ignore[misc]
+    """With a fault in the middle of a micro-batch, once."""
+
+    def arm(self, given: argparse.Namespace) -> None:
+        """Which call of ``training_step`` meets what."""
+        self.calls = 0
+        self.faults = {}
+        for kind in ("cut", "leave"):
+            rank, _, call = getattr(given, kind).partition("@")
+            if rank == os.environ.get("RANK"):
+                self.faults[int(call)] = kind
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self.calls += 1
+        kind = self.faults.pop(self.calls, "")
+        if kind == "leave":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if kind == "cut":
+            for inner in fabric()._inners():
+                inner.sever()
+        return super().training_step(*args, **kwargs)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--cut", default="")
+    parser.add_argument("--leave", default="")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
+    args = TrainingArguments(
+        output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        average_tokens_across_devices=True,
+    )  # fmt: skip
+    trainer = Job(model=model, args=args, train_dataset=Pieces())
+    trainer.arm(given)
+    if not given.plain:
+        protect(trainer)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        state = trainer.state
+        seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.calls}
+        seen["rate"] = trainer.lr_scheduler.get_last_lr()[0]
+        seen["logged"] = [line["step"] for line in state.log_history if "loss" in line]
+        (given.output / "seen.json").write_text(json.dumps(seen))
+        trainer.save_model(given.output)
+
+
+if __name__ == "__main__":
+    main()

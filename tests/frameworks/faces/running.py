@@ -1,0 +1,45 @@
+"""Start a job of four ranks, with the launchers of this environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples"
+BIN = Path(sys.executable).parent
+RANKS = 4
+BOUND_S = 110.0
+
+
+def run(where: Path, launcher: list[str], script: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of ``script`` on four ranks; ``launcher``: ``["torchrun"]`` or ``["holdfast", "run"]``."""
+    where.mkdir(parents=True, exist_ok=True)
+    command = [str(BIN / launcher[0]), *launcher[1:], "--nproc-per-node", str(RANKS), str(script), *arguments]
+    return _start(command, where)
+
+
+def drill(where: Path, fault: str, script: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of ``script`` under ``holdfast drill``: undisturbed and with ``fault``, compared."""
+    where.mkdir(parents=True, exist_ok=True)
+    command = [
+        str(BIN / "holdfast"),
+        "drill",
+        "--nproc",
+        str(RANKS),
+        "--fault",
+        fault,
+        str(script),
+        *arguments,
+    ]
+    return _start(command, where)
+
+
+def _start(command: list[str], where: Path) -> tuple[int, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        command, cwd=where, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BOUND_S,
+    )  # fmt: skip
+    return done.returncode, done.stdout

@@ -1,0 +1,98 @@
+"""Hugging Face's Trainer: as it is without us, and the same bits when ranks die or connections break."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.exits import Exit
+from holdfast.integrations.hf import protect
+from holdfast.store.root import Root
+from tests.frameworks.faces.running import EXAMPLES, drill, run
+
+JOB = Path(__file__).with_name("hf_job.py")
+STEPS = 9
+CALLS_A_STEP = 2
+
+
+def results(where: Path) -> tuple[bytes, dict[str, Any]]:
+    """The weights that the Trainer saved, and what it knew of its progress."""
+    seen: dict[str, Any] = json.loads((where / "out" / "seen.json").read_text())
+    return (where / "out" / "model.safetensors").read_bytes(), seen
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
+    """The stock Trainer under torchrun."""
+    where = tmp_path_factory.mktemp("plain")
+    code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain")
+    assert code == 0, output
+    return results(where)
+
+
+@pytest.mark.smoke
+def test_example_survives_a_kill(tmp_path: Path) -> None:
+    code, output = drill(tmp_path, "kill:rank=0@step=5", EXAMPLES / "hf_trainer.py", "--steps", "8")
+    assert code == 0, output
+    assert "PASSED: no committed step lost, the same bits at the end" in output
+
+
+def test_protected_trainer_computes_what_the_stock_one_does(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]]
+) -> None:
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out")
+    assert code == 0, output
+    assert results(tmp_path) == plain
+    assert plain[1]["calls"] == STEPS * CALLS_A_STEP
+
+
+@pytest.mark.parametrize("call", [7, 8])  # the first and the last micro-batch of a step
+def test_cut_connections_are_answered_with_the_same_batches(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]], call: int
+) -> None:
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--cut", f"0@{call}")
+    assert code == 0, output
+    weights, seen = results(tmp_path)
+    assert weights == plain[0]
+    assert "retry in place" in output
+    assert seen["calls"] > plain[1]["calls"]  # micro-batches ran again, in the same processes
+    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
+
+
+def test_graceful_exit_and_the_next_run(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT", str(tmp_path / "kept"))
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--leave", "2@11")
+    assert code == Exit.REQUEUE, output
+    assert not (tmp_path / "out" / "seen.json").exists()
+    (left,) = Root(tmp_path / "kept").list()
+    assert left.valid and left.step in (6, 7)  # in the second epoch
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out")
+    assert code == 0, output
+    weights, seen = results(tmp_path)
+    assert weights == plain[0]
+    assert seen["calls"] == (STEPS - left.step) * CALLS_A_STEP
+    # What is logged at a step comes after its end: of the step that the exit came after, nothing.
+    assert set(plain[1]["logged"]) - set(seen["logged"]) <= {left.step}
+    assert all(seen[key] == plain[1][key] for key in ("step", "epoch", "rate"))
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield {}
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    with pytest.raises(UnsupportedError, match="iterable dataset"):
+        protect(Trainer(model=model, args=args, train_dataset=Endless()))
+    trainer = protect(Trainer(model=model, args=args, train_dataset=[]))
+    with pytest.raises(UsageError, match="already"):
+        protect(trainer)
