@@ -33,6 +33,7 @@ def sim(ranks: int, seeds: int, first_seed: int, as_json: bool) -> None:
             f"ranks in doubt: {result.in_doubt_forward} decisions forward, {result.in_doubt_back} back"
         )
         click.echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")
+        click.echo(f"exhaustive search of two elections of three agents: {result.election_states} states")
         for violation in result.violations:
             click.echo(f"VIOLATION {violation}")
         click.echo("no invariant was broken" if not result.violations else "please report the lines above")

@@ -7,6 +7,7 @@ import random
 import msgspec
 
 from holdfast.sim.checks import Violation
+from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.faults import random_faults
 from holdfast.sim.search import search
 from holdfast.sim.world import run_sim
@@ -25,12 +26,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     in_doubt_forward: int
     in_doubt_back: int
     searched_states: int
+    election_states: int
     violations: tuple[str, ...]
 
 
 def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths: int = 2) -> Summary:
-    """Simulate one run per seed with one to four random faults, and search one step exhaustively."""
-    events = recoveries = forward = back = states = 0
+    """Simulate one run per seed with one to four random faults, and search one step and two elections exhaustively."""
+    events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0
     violations: list[str] = []
     for seed in seeds:
@@ -47,6 +49,7 @@ def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths:
         back += result.back
     try:
         states = search(search_ranks, search_deaths).states
+        elections = ElectionSearch(3, (1, 2), 0, announced=False).run().states
     except Violation as violation:
         violations.append(f"search: {violation}"[:500])
     return Summary(
@@ -57,5 +60,6 @@ def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths:
         in_doubt_forward=forward,
         in_doubt_back=back,
         searched_states=states,
+        election_states=elections,
         violations=tuple(violations),
     )

@@ -1,0 +1,409 @@
+"""Who runs the controller: agents elect it by majority, once per term.
+
+Theory. A leader of term t was granted t by a majority of the voters, and a voter grants a term once. Two leaders of one
+term would need a common voter that granted twice. No clock is trusted: a deposed leader may not know it yet, but it
+cannot decide anything, because a decision needs a word or the confirmed death of every rank, and the loss of a node
+counts only while a majority of the agents is heard. A *trial* vote, which binds nobody, comes before the real one, so
+an agent behind a broken cable does not depose a leader that everybody else hears.
+
+The electorate changes one voter at a time. A change is in force for whoever has kept it, it is committed when a
+majority of the new voters keep it, and the next one waits for that; a leader first issues the electorate anew in its
+own term. Whoever knows less than a voter is refused by it. Any two successive majorities therefore share a voter.
+
+Two voters are no majority of each other. With a *witness* (an object store where a name can be made only once) the one
+that first makes the name of the next change goes on alone; the other one finds the name taken and gives up.
+
+Invariants:
+1. What this machine answers or does follows from what it has kept before: ``Keep`` precedes the ``Send``.
+2. (term, voted_for) of a voter never changes within a term, except from nobody to somebody.
+3. At most one agent leads in each term.
+4. The terms and the electorates that an agent keeps never go backwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.council import (
+    Amended,
+    AmendSaid,
+    Claim,
+    ControllerUp,
+    Electorate,
+    Follow,
+    Founded,
+    GiveUp,
+    Keep,
+    Lead,
+    LeaderLost,
+    PeerHere,
+    Rolled,
+    StandDown,
+    StartController,
+    VoteAsk,
+    VoteSaid,
+    WitnessSaid,
+)
+from holdfast.core.ids import NodeId
+from holdfast.core.messages import (
+    CancelTimer,
+    Command,
+    Message,
+    Send,
+    SetTimer,
+    Tick,
+)
+
+Role = Literal["follower", "trying", "candidate", "leader", "alone"]
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What survives the agent. The file of an agent that has never voted is the default."""
+
+    term: int = 0
+    voted_for: str = ""
+    electorate: Electorate | None = None
+    committed: bool = False
+
+
+class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of an election, in seconds."""
+
+    node_id: NodeId
+    stagger_s: float = 0.15  # voters campaign one after the other, so that votes do not split
+    retry_s: float = 1.0
+    alone_s: float = 8.0  # without a leader for so long: ask the witness, or give up
+
+
+class Election:
+    """One agent's part. Messages to other agents are ``Send(to="node:<id>")``."""
+
+    def __init__(self, config: ElectionConfig, kept: Kept) -> None:
+        self.config = config
+        self.me = config.node_id
+        self.kept = kept
+        self.role: Role = "follower"
+        self.lead: Lead | None = None
+        self._granted: frozenset[NodeId] = frozenset()
+        self._acks: frozenset[NodeId] = frozenset()
+        self._up: frozenset[NodeId] = frozenset()
+        self._claimed = 0
+        self._out: list[Command] = []
+
+    def start(self, now: float) -> list[Command]:
+        """A restarted agent knows no leader; a new one waits for ``Founded`` or ``Lead``."""
+        if self.kept.electorate is not None:
+            self._search(was_leader=False)
+        return self._take()
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        """Answer one event."""
+        if self.role != "alone":
+            self._handle(event)
+        return self._take()
+
+    def _handle(self, event: Message) -> None:
+        match event:
+            case Founded():
+                if self.kept.electorate is None:
+                    founded = Electorate(0, 1, event.voters, event.witness)
+                    self._keep(electorate=founded, committed=True)
+                    self._campaign()
+            case LeaderLost():
+                self._search(was_leader=self.role == "leader")
+            case Lead():
+                self._hear_of(event)
+            case ControllerUp():
+                if self.role == "leader":
+                    self.lead = Lead(leader=self.me, term=self.kept.term, host=event.host, port=event.port)
+                    self._send("*", self.lead)
+            case PeerHere():
+                if self.lead is not None:
+                    self._send(event.node_id, self.lead)
+            case VoteAsk():
+                self._asked(event)
+            case VoteSaid():
+                self._answered(event)
+            case Rolled():
+                self._up = frozenset(event.up)
+                self._amend()
+            case Amended():
+                self._amended(event)
+            case AmendSaid():
+                self._acknowledged(event)
+            case WitnessSaid():
+                self._witnessed(event)
+            case Tick():
+                self._tick(event.name)
+            case _:
+                return
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        electorate = self.kept.electorate
+        if self.role in ("candidate", "leader"):
+            assert self.kept.voted_for == self.me, f"{self.role} without its own vote"
+            assert electorate is not None and self.me in electorate.voters, f"{self.role} without a seat"
+        assert self.lead is None or self.lead.term == self.kept.term or self.role != "leader"
+
+    def snapshot(self) -> dict[str, object]:
+        """Plain data, for reports and the search."""
+        return {"role": self.role, "term": self.kept.term, "leader": self.lead.leader if self.lead else ""}
+
+    # ---------------------------------------------------------------- campaign
+
+    def _search(self, *, was_leader: bool) -> None:
+        """Nobody leads, as far as this agent knows."""
+        self.lead = None
+        self.role = "follower"
+        self._timer("alone", self.config.alone_s)
+        electorate = self.kept.electorate
+        if electorate is not None and self.me in electorate.voters and (was_leader or electorate.quorum == 1):
+            self._campaign()
+        else:
+            self._timer("campaign", self._turn_s())
+
+    def _turn_s(self) -> float:
+        voters = self.kept.electorate.voters if self.kept.electorate is not None else ()
+        place = voters.index(self.me) if self.me in voters else len(voters)
+        return self.config.stagger_s * (1 + place)
+
+    def _campaign(self) -> None:
+        """Ask whether a majority would elect this agent."""
+        self._timer("campaign", self.config.retry_s + self._turn_s())
+        electorate = self.kept.electorate
+        if electorate is None or self.me not in electorate.voters:
+            return  # no vote: wait for somebody who knows the leader
+        self.role = "trying"
+        self._granted = frozenset((self.me,))
+        self._ask(electorate, self.kept.term + 1, trial=True)
+        self._count(electorate)
+
+    def _ask(self, electorate: Electorate, term: int, *, trial: bool) -> None:
+        ask = VoteAsk(candidate=self.me, term=term, electorate=electorate, trial=trial)
+        for voter in electorate.voters:
+            if voter != self.me:
+                self._send(voter, ask)
+
+    def _count(self, electorate: Electorate) -> None:
+        if self.role == "trying" and self._elected(electorate):
+            self._keep(term=self.kept.term + 1, voted_for=self.me)
+            self.role = "candidate"
+            self._granted = frozenset((self.me,))
+            self._ask(electorate, self.kept.term, trial=False)
+        if self.role == "candidate" and self._elected(electorate):
+            self.role = "leader"
+            self._cancel("campaign", "alone")
+            self._out.append(StartController(term=self.kept.term))
+
+    def _elected(self, electorate: Electorate) -> bool:
+        return len(self._granted & set(electorate.voters)) >= electorate.quorum
+
+    def _asked(self, ask: VoteAsk) -> None:
+        kept = self.kept
+        unspent = ask.term > kept.term or (
+            not ask.trial and ask.term == kept.term and kept.voted_for in ("", ask.candidate)
+        )
+        outdated = kept.electorate is not None and ask.electorate < kept.electorate
+        granted = unspent and not outdated and self.lead is None and self.role != "leader"
+        if granted and not ask.trial:
+            electorate = kept.electorate if kept.electorate is not None else ask.electorate
+            committed = kept.committed if kept.electorate is not None else True
+            self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
+            self.role = "follower"
+            self._timer("campaign", self.config.retry_s + self._turn_s())
+        term = ask.term if granted else self.kept.term
+        self._send(ask.candidate, VoteSaid(voter=self.me, term=term, trial=ask.trial, granted=granted))
+        if not granted and self.lead is not None:
+            self._send(ask.candidate, self.lead)
+
+    def _answered(self, said: VoteSaid) -> None:
+        if not said.granted:
+            self._meet_term(said.term)
+            return
+        electorate = self.kept.electorate
+        wanted = self.kept.term + 1 if said.trial else self.kept.term
+        stage: Role = "trying" if said.trial else "candidate"
+        if self.role == stage and said.term == wanted and electorate is not None:
+            self._granted = self._granted | {said.voter}
+            self._count(electorate)
+
+    def _meet_term(self, term: int) -> None:
+        """Somebody is ahead: whoever leads in an older term stands down and runs again."""
+        if term <= self.kept.term:
+            return
+        was_leader, self.role = self.role == "leader", "follower"
+        self._keep(term=term, voted_for="")
+        if was_leader:
+            self._out.append(StandDown(reason=f"an agent has seen term {term}"))
+            self._search(was_leader=True)
+
+    def copy(self) -> Election:
+        """One that goes its own way from here (for the search)."""
+        twin = copy.copy(self)
+        twin._out = []
+        return twin
+
+    def _hear_of(self, lead: Lead) -> None:
+        if lead.leader == self.me:
+            return
+        if lead.term < self.kept.term:
+            said = VoteSaid(voter=self.me, term=self.kept.term, trial=False, granted=False)
+            self._send(lead.leader, said)
+            return
+        if self.lead == lead:
+            return
+        if lead.term > self.kept.term:
+            self._keep(term=lead.term, voted_for="")
+        if self.role == "leader":
+            self._out.append(StandDown(reason=f"{lead.leader} leads in term {lead.term}"))
+        self.role = "follower"
+        self.lead = lead
+        self._cancel("campaign", "alone")
+        self._out.append(Follow(lead=lead))
+
+    def _tick(self, name: str) -> None:
+        if name == "amend" and self.role == "leader":
+            self._publish()
+        elif self.lead is not None or self.role == "leader":
+            return
+        elif name == "campaign":
+            self._campaign()
+        elif name == "alone":
+            self._alone()
+
+    def _alone(self) -> None:
+        kept = self.kept.electorate
+        if kept is None or not (kept.witness and len(kept.voters) == 2 and self.kept.committed):
+            self._give_up("no majority of the agents can be reached")
+        elif self._claimed > kept.number:
+            self._give_up("neither the other agent nor the witness answers")
+        else:
+            self._claim(kept.number + 1, (self.me,))
+            self._timer("alone", self.config.alone_s)
+
+    def _give_up(self, reason: str) -> None:
+        self.role = "alone"
+        self._cancel("campaign", "alone", "amend")
+        self._out.append(GiveUp(reason=reason))
+
+    # ---------------------------------------------------------------- who votes
+
+    def _amend(self) -> None:
+        """As leader: the next change, when there is one and none is under way."""
+        kept = self.kept.electorate
+        if self.role != "leader" or self.lead is None or kept is None or not self.kept.committed:
+            return
+        if self._claimed > kept.number:
+            return
+        joined = sorted(self._up - set(kept.voters))
+        lost = sorted(set(kept.voters) - self._up - {self.me})
+        smallest = 2 if kept.witness else 3
+        if joined:
+            voters = (*kept.voters, joined[0])
+        elif lost and len(kept.voters) > smallest:
+            voters = tuple(v for v in kept.voters if v != lost[0])
+        else:
+            return
+        if kept.term != self.kept.term:
+            self._issue(msgspec.structs.replace(kept, term=self.kept.term))
+        elif kept.witness:
+            self._claim(kept.number + 1, voters)
+        else:
+            self._issue(Electorate(self.kept.term, kept.number + 1, voters))
+
+    def _claim(self, number: int, voters: tuple[NodeId, ...]) -> None:
+        self._claimed = number
+        self._out.append(Claim(number=number, voters=voters))
+
+    def _issue(self, electorate: Electorate) -> None:
+        self._acks = frozenset((self.me,))
+        self._keep(electorate=electorate, committed=electorate.quorum == 1)
+        self._publish()
+        if self.kept.committed:
+            self._amend()
+
+    def _publish(self) -> None:
+        electorate = self.kept.electorate
+        assert electorate is not None
+        amended = Amended(
+            leader=self.me, term=self.kept.term, electorate=electorate, committed=self.kept.committed
+        )
+        self._send("*", amended)
+        if not self.kept.committed:
+            self._timer("amend", self.config.retry_s)
+
+    def _amended(self, event: Amended) -> None:
+        if event.term < self.kept.term:
+            said = VoteSaid(voter=self.me, term=self.kept.term, trial=False, granted=False)
+            self._send(event.leader, said)
+            return
+        kept = self.kept
+        if kept.electorate is None or event.electorate >= kept.electorate:
+            voted_for = kept.voted_for if event.term == kept.term else ""
+            self._keep(
+                term=event.term, voted_for=voted_for, electorate=event.electorate, committed=event.committed
+            )
+            self._send(event.leader, AmendSaid(voter=self.me, electorate=event.electorate))
+
+    def _acknowledged(self, said: AmendSaid) -> None:
+        electorate = self.kept.electorate
+        if self.role != "leader" or said.electorate != electorate or self.kept.committed:
+            return
+        self._acks = self._acks | {said.voter}
+        if len(self._acks & set(electorate.voters)) >= electorate.quorum:
+            self._keep(committed=True)
+            self._publish()
+            self._amend()
+
+    def _witnessed(self, said: WitnessSaid) -> None:
+        kept = self.kept.electorate
+        if kept is None or said.number != self._claimed or said.number <= kept.number:
+            return
+        if not said.voters:
+            self._claimed = 0  # it could not be reached: the next change, or the next bound, asks again
+            if self.role != "leader":
+                self._give_up("neither the other agent nor the witness answers")
+        elif self.role == "leader":
+            if self.me in said.voters:
+                self._issue(Electorate(self.kept.term, said.number, said.voters, witness=True))
+            else:
+                self._out.append(StandDown(reason="the witness let another agent go on"))
+                self._give_up("the witness let another agent go on")
+        elif said.voters == (self.me,):
+            self._keep(
+                electorate=Electorate(self.kept.term, said.number, said.voters, witness=True), committed=True
+            )
+            self._campaign()
+        else:
+            self._give_up("the witness let another agent go on")
+
+    # ---------------------------------------------------------------- out
+
+    def _keep(self, **changes: object) -> None:
+        self.kept = msgspec.structs.replace(self.kept, **changes)
+        kept = self.kept
+        self._out.append(
+            Keep(
+                term=kept.term,
+                voted_for=kept.voted_for,
+                electorate=kept.electorate,
+                committed=kept.committed,
+            )
+        )
+
+    def _send(self, to: str, message: Message) -> None:
+        self._out.append(Send(to=f"node:{to}", message=message))
+
+    def _timer(self, name: str, delay_s: float) -> None:
+        self._out.append(SetTimer(name=name, delay_s=delay_s))
+
+    def _cancel(self, *names: str) -> None:
+        self._out += [CancelTimer(name=name) for name in names]
+
+    def _take(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out

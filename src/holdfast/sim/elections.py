@@ -1,0 +1,191 @@
+"""Bounded exhaustive search: every order of votes, losses of messages, crashes and restarts around two elections.
+
+Theory. The election machines are the real ones; the network is the set of messages under way (one that is never taken
+out is lost), and an agent may crash after any prefix of the commands of an event: what it has kept by then is all that
+a restart finds. Trial votes bind nobody, so any answer to them is possible at any time: a campaign goes straight to the
+real vote here. From each state every enabled action is taken; states seen before are cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.core.council import (
+    ControllerUp,
+    Electorate,
+    Keep,
+    LeaderLost,
+    StartController,
+    VoteAsk,
+    VoteSaid,
+)
+from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.ids import NodeId
+from holdfast.core.messages import (
+    Command,
+    Message,
+    Send,
+    Tick,
+)
+from holdfast.sim.checks import Violation
+
+STATES_MAX = 2_000_000
+
+
+class Node(NamedTuple):
+    """One agent: what it has kept, and its machine unless it has crashed."""
+
+    kept: Kept
+    machine: Election | None
+
+    def key(self) -> tuple[object, ...]:
+        """What tells two states apart."""
+        m = self.machine
+        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted)
+
+
+class State(NamedTuple):
+    """A configuration of the whole system. ``leaders``, ``granted`` remember what has ever happened."""
+
+    nodes: tuple[Node, ...]
+    network: frozenset[tuple[NodeId, Message]]
+    leaders: frozenset[tuple[int, NodeId]]
+    granted: frozenset[tuple[NodeId, int, NodeId]]
+    crashes: int
+
+    def key(self) -> tuple[object, ...]:
+        """What tells two states apart."""
+        return (tuple(n.key() for n in self.nodes), *self[1:])
+
+
+class ElectionResult(NamedTuple):
+    """What a search saw. ``elections``: most terms that had a leader in one history."""
+
+    states: int
+    elections: int
+
+
+class ElectionSearch:
+    """All histories of ``agents`` voters in which the first agent campaigns in each of ``campaigns[0]`` terms, the
+    second in ``campaigns[1]``, ..., with at most ``crashes`` crashes.
+    """
+
+    def __init__(
+        self,
+        agents: int,
+        campaigns: tuple[int, ...],
+        crashes: int,
+        *,
+        announced: bool,
+        machine: type[Election] = Election,
+    ) -> None:
+        self.names = tuple(NodeId(f"n{i}") for i in range(agents))
+        self.campaigns = campaigns
+        self.crashes = crashes
+        self.announced = announced
+        self.machine = machine
+
+    def run(self) -> ElectionResult:
+        """Visit everything.
+
+        Raises:
+            Violation: two leaders in a term, two grants of a voter in a term, or a machine's own check.
+        """
+        founded = Kept(electorate=Electorate(0, 1, self.names), committed=True)
+        nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))
+        first = State(nodes, frozenset(), frozenset(), frozenset(), self.crashes)
+        seen = {first.key()}
+        stack = [first]
+        most = 0
+        while stack:
+            state = stack.pop()
+            most = max(most, len({term for term, _ in state.leaders}))
+            for after in self._actions(state):
+                key = after.key()
+                if key not in seen:
+                    seen.add(key)
+                    stack.append(after)
+            if len(seen) > STATES_MAX:
+                raise Violation("the_search_ends", f"more than {STATES_MAX} states")
+        return ElectionResult(len(seen), most)
+
+    def _make(self, index: int, kept: Kept) -> Election:
+        machine = self.machine(ElectionConfig(node_id=self.names[index]), kept)
+        machine.start(0.0)
+        return machine
+
+    def _actions(self, state: State) -> list[State]:
+        found: list[State] = []
+        for index, node in enumerate(state.nodes):
+            if node.machine is None:
+                back = Node(node.kept, self._make(index, node.kept))
+                found.append(self._with(state, index, back))
+                continue
+            if (
+                index < len(self.campaigns)
+                and node.kept.term < self.campaigns[index]
+                and not node.machine.lead
+            ):
+                found += self._feed(state, index, [Tick(name="campaign"), self._encouraged(index, node)])
+            if self.announced and node.machine.role == "leader" and node.machine.lead is None:
+                found += self._feed(state, index, [ControllerUp(host="", port=1)])
+            if node.machine.lead is not None:
+                found += self._feed(state, index, [LeaderLost()])
+        for target, message in state.network:
+            without = state._replace(network=state.network - {(target, message)})
+            index = self.names.index(target)
+            if without.nodes[index].machine is not None:
+                found += self._feed(without, index, [message])
+        return found
+
+    def _encouraged(self, index: int, node: Node) -> VoteSaid:
+        other = self.names[(index + 1) % len(self.names)]
+        return VoteSaid(voter=other, term=node.kept.term + 1, trial=True, granted=True)
+
+    def _feed(self, state: State, index: int, events: list[Message]) -> list[State]:
+        """The state after these events, and one for each point at which the agent may crash on the way."""
+        before = state.nodes[index].machine
+        assert before is not None
+        machine = before.copy()
+        commands: list[Command] = []
+        for event in events:
+            commands += machine.handle(0.0, event)
+        machine.check()
+        found = [self._execute(state, index, machine, commands)]
+        if state.crashes:
+            for cut in range(len(commands) + 1):
+                after = self._execute(state, index, None, commands[:cut])
+                found.append(after._replace(crashes=state.crashes - 1))
+        return found
+
+    def _execute(self, state: State, index: int, machine: Election | None, commands: list[Command]) -> State:
+        me = self.names[index]
+        kept = state.nodes[index].kept
+        network, leaders, granted = set(state.network), set(state.leaders), set(state.granted)
+        for command in commands:
+            if isinstance(command, Keep):
+                kept = Kept(
+                    term=command.term,
+                    voted_for=command.voted_for,
+                    electorate=command.electorate,
+                    committed=command.committed,
+                )
+            elif isinstance(command, StartController):
+                leaders.add((command.term, me))
+            elif isinstance(command, Send):
+                message = command.message
+                if isinstance(message, VoteSaid) and message.granted and not message.trial:
+                    granted.add((me, message.term, NodeId(command.to[5:])))
+                if not (isinstance(message, VoteAsk | VoteSaid) and message.trial):
+                    names = self.names if command.to == "node:*" else (NodeId(command.to[5:]),)
+                    network |= {(name, message) for name in names if name != me}
+        if len({term for term, _ in leaders}) < len(leaders):
+            raise Violation("one_leader_per_term", f"{sorted(leaders)}")
+        if len({(voter, term) for voter, term, _ in granted}) < len(granted):
+            raise Violation("one_vote_per_term", f"{sorted(granted)}")
+        after = State(state.nodes, frozenset(network), frozenset(leaders), frozenset(granted), state.crashes)
+        return self._with(after, index, Node(kept, machine))
+
+    @staticmethod
+    def _with(state: State, index: int, node: Node) -> State:
+        return state._replace(nodes=(*state.nodes[:index], node, *state.nodes[index + 1 :]))

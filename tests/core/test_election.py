@@ -1,0 +1,159 @@
+"""One agent's part of an election, event by event."""
+
+from __future__ import annotations
+
+from holdfast.core.council import (
+    Amended,
+    AmendSaid,
+    Claim,
+    ControllerUp,
+    Electorate,
+    Follow,
+    Founded,
+    GiveUp,
+    Keep,
+    Lead,
+    LeaderLost,
+    Rolled,
+    StandDown,
+    StartController,
+    VoteAsk,
+    VoteSaid,
+    WitnessSaid,
+)
+from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.ids import NodeId
+from holdfast.core.messages import (
+    Command,
+    Message,
+    Send,
+    Tick,
+)
+
+A, B, C, D = (NodeId(f"node{i}") for i in range(4))
+
+
+def nodes(*who: NodeId, witness: bool = False) -> Kept:
+    return Kept(electorate=Electorate(0, 1, who, witness), committed=True)
+
+
+def agent(me: NodeId, kept: Kept) -> Election:
+    machine = Election(ElectionConfig(node_id=me), kept)
+    machine.start(0.0)
+    return machine
+
+
+def post(machine: Election, event: Message) -> list[Command]:
+    commands = machine.handle(0.0, event)
+    machine.check()
+    return commands
+
+
+def said(commands: list[Command], kind: type[Message]) -> list[tuple[str, Message]]:
+    return [(c.to, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
+
+
+def lead(machine: Election, *others: NodeId) -> list[Command]:
+    """Make ``machine`` the leader with the votes of ``others``."""
+    post(machine, Tick(name="campaign"))
+    for voter in others:
+        term = machine.kept.term + 1
+        post(machine, VoteSaid(voter=voter, term=term, trial=True, granted=True))
+    done: list[Command] = []
+    for voter in others:
+        done += post(machine, VoteSaid(voter=voter, term=machine.kept.term, trial=False, granted=True))
+    return done + post(machine, ControllerUp(host="h", port=1))
+
+
+def test_one_node_elects_itself_at_once_and_again_when_its_controller_dies() -> None:
+    machine = agent(A, Kept())
+    first = post(machine, Founded(voters=(A,), witness=False))
+    again = post(machine, LeaderLost())
+    assert [c.term for c in first + again if isinstance(c, StartController)] == [1, 2]
+    kinds = [type(c) for c in again]
+    assert kinds.index(Keep) < kinds.index(StartController), "the term is kept before it is used"
+
+
+def test_a_trial_binds_nobody_and_a_vote_is_given_once() -> None:
+    machine = agent(A, nodes(A, B, C))
+    ask = VoteAsk(candidate=B, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=True)
+    assert not any(isinstance(c, Keep) for c in post(machine, ask))
+    ask = VoteAsk(candidate=B, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=False)
+    ((to, answer),) = said(post(machine, ask), VoteSaid)
+    assert to == f"node:{B}" and isinstance(answer, VoteSaid) and answer.granted
+    ask = VoteAsk(candidate=C, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=False)
+    ((_, answer),) = said(post(machine, ask), VoteSaid)
+    assert isinstance(answer, VoteSaid) and not answer.granted
+    assert (machine.kept.term, machine.kept.voted_for) == (1, B)
+
+
+def test_who_hears_a_leader_deposes_nobody_and_says_who_it_is() -> None:
+    machine = agent(A, nodes(A, B, C))
+    known = Lead(leader=B, term=1, host="b", port=1)
+    assert [c for c in post(machine, known) if isinstance(c, Follow)] == [Follow(lead=known)]
+    ask = VoteAsk(candidate=C, term=2, electorate=Electorate(0, 1, (A, B, C)), trial=True)
+    commands = post(machine, ask)
+    assert [m for _, m in said(commands, VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+    assert said(commands, Lead) == [(f"node:{C}", known)]
+
+
+def test_a_leader_that_meets_a_later_term_stands_down_and_runs_again() -> None:
+    machine = agent(A, nodes(A, B, C))
+    lead(machine, B)
+    commands = post(machine, VoteSaid(voter=C, term=7, trial=False, granted=False))
+    assert any(isinstance(c, StandDown) for c in commands)
+    asks = [m for _, m in said(commands, VoteAsk) if isinstance(m, VoteAsk)]
+    assert {(m.term, m.trial) for m in asks} == {(8, True)}
+
+
+def test_a_minority_gives_up_and_answers_nobody_any_more() -> None:
+    machine = agent(A, nodes(A, B, C))
+    post(machine, LeaderLost())
+    assert any(isinstance(c, GiveUp) for c in post(machine, Tick(name="alone")))
+    ask = VoteAsk(candidate=B, term=9, electorate=Electorate(0, 1, (A, B, C)), trial=False)
+    assert post(machine, ask) == []
+
+
+def test_of_two_with_a_witness_one_goes_on() -> None:
+    first, second = (agent(me, nodes(A, B, witness=True)) for me in (A, B))
+    for machine in (first, second):
+        post(machine, LeaderLost())
+        claims = [c for c in post(machine, Tick(name="alone")) if isinstance(c, Claim)]
+        assert [(c.number, c.voters) for c in claims] == [(2, (machine.me,))]
+    won = post(first, WitnessSaid(number=2, voters=(A,)))
+    lost = post(second, WitnessSaid(number=2, voters=(A,)))
+    assert any(isinstance(c, StartController) for c in won) and any(isinstance(c, GiveUp) for c in lost)
+    # The one that was left out is refused even by a term that nobody has seen.
+    ask = VoteAsk(candidate=B, term=99, electorate=Electorate(0, 1, (A, B), True), trial=False)
+    assert [m for _, m in said(post(first, ask), VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+
+
+def test_of_two_without_a_witness_none_goes_on() -> None:
+    machine = agent(A, nodes(A, B))
+    post(machine, LeaderLost())
+    commands = post(machine, Tick(name="alone"))
+    assert any(isinstance(c, GiveUp) for c in commands) and not any(isinstance(c, Claim) for c in commands)
+
+
+def test_a_lost_voter_leaves_and_a_new_one_joins_one_at_a_time() -> None:
+    machine = agent(A, nodes(A, B, C, D))
+    lead(machine, B, C)
+    kept = []
+    for _ in range(3):
+        commands = post(machine, Rolled(up=(A, B, C)))
+        kept += [c.electorate for c in commands if isinstance(c, Keep)]
+        electorate = machine.kept.electorate
+        assert electorate is not None
+        for voter in (B, C):
+            post(machine, AmendSaid(voter=voter, electorate=electorate))
+    assert machine.kept.committed and machine.kept.electorate == Electorate(1, 2, (A, B, C))
+    assert kept[0] == Electorate(1, 1, (A, B, C, D)), "first anew in its own term"
+
+
+def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> None:
+    machine = agent(C, nodes(A, B, C, D))
+    newer = Electorate(3, 2, (A, B, C))
+    post(machine, Amended(leader=A, term=3, electorate=newer, committed=False))
+    assert machine.kept.electorate == newer and machine.kept.term == 3
+    ask = VoteAsk(candidate=D, term=9, electorate=Electorate(0, 1, (A, B, C, D)), trial=False)
+    assert [m for _, m in said(post(machine, ask), VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []

@@ -1,0 +1,66 @@
+"""Elections: every history within bounds, and mutants that must be caught."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from holdfast.core.council import (
+    StartController,
+    VoteAsk,
+)
+from holdfast.core.election import Election
+from holdfast.core.messages import (
+    Command,
+    Message,
+    Send,
+)
+from holdfast.sim.checks import Violation
+from holdfast.sim.elections import ElectionSearch
+
+
+def test_three_agents_elect_once_and_hear_of_it() -> None:
+    assert ElectionSearch(3, (1, 1, 1), 0, announced=True).run().elections == 1
+
+
+def test_two_elections_with_a_crash_at_any_moment() -> None:
+    result = ElectionSearch(3, (1, 2), 1, announced=False).run()
+    assert result.elections == 2 and result.states > 10_000
+
+
+class VotesTwice(Election):
+    """Forgets in memory whom it voted for in this term."""
+
+    def _asked(self, ask: VoteAsk) -> None:
+        if self.role == "follower":
+            self.kept = msgspec.structs.replace(self.kept, voted_for="")
+        super()._asked(ask)
+
+
+class ActsBeforeKeeping(Election):
+    """Answers first, writes afterwards."""
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        commands = super().handle(now, event)
+        return sorted(commands, key=lambda c: not isinstance(c, Send | StartController))
+
+
+class LeadsByPlurality(Election):
+    """Takes any grant for a majority."""
+
+    def _elected(self, electorate: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("mutant", "names"),
+    [
+        (VotesTwice, {"one_vote_per_term", "one_leader_per_term"}),
+        (ActsBeforeKeeping, {"one_vote_per_term", "one_leader_per_term"}),
+        (LeadsByPlurality, {"one_leader_per_term"}),
+    ],
+)
+def test_mutants_are_caught(mutant: type[Election], names: set[str]) -> None:
+    with pytest.raises(Violation) as caught:
+        ElectionSearch(3, (1, 1), 1, announced=False, machine=mutant).run()
+    assert caught.value.name in names
