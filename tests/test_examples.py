@@ -35,7 +35,7 @@ def is_prose(line: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["hf"])
+@pytest.mark.parametrize("name", ["hf", "lightning"])
 def test_integration_is_short(name: str) -> None:
     path = ROOT / "src" / "holdfast" / "integrations" / f"{name}.py"
     assert len(path.read_text().splitlines()) <= INTEGRATION_LINES_MAX

@@ -1,0 +1,140 @@
+"""Lightning: ``Trainer(callbacks=[Holdfast()])``.
+
+Theory. The session opens when the strategy has wrapped the model and made the optimizer, before the loops begin. A
+step lies between the first micro-batch's ``automatic_optimization.run`` and ``on_train_batch_end``; those runs are
+remembered and run again when it is aborted (``replay.py``). The progress of Lightning's loops and the state of its
+callbacks travel in the checkpoint. Lightning itself starts a data loader anew after a resume; ours starts at the batch
+where the loops are, and its order and augmentation are functions of (seed, epoch, batch).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from holdfast.adapters.torch.data import Source, make_source
+from holdfast.errors import UnsupportedError
+from holdfast.integrations.replay import Replay
+
+
+class Holdfast(pl.Callback):  # type: ignore[misc]
+    """Makes ``trainer.fit`` survive faults, and go on where the job was.
+
+    Args:
+        session: arguments of :func:`holdfast.session`, such as ``checkpoint``, ``resume``, ``seed``.
+
+    Raises (from ``trainer.fit``):
+        UnsupportedError: manual optimization, several optimizers, or a strategy that is neither DDP nor one device.
+    """
+
+    def __init__(self, **session: Any) -> None:
+        self._arguments = {"seed": 0, **session}
+        self._replay: Any = None  # a Replay while fitting
+
+    # ------------------------------------------------------------------ life
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Before the strategy is set up: stand behind it."""
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if not pl_module.automatic_optimization or not isinstance(
+            strategy, DDPStrategy | SingleDeviceStrategy
+        ):
+            raise UnsupportedError(
+                f"{type(strategy).__name__}, automatic_optimization={pl_module.automatic_optimization}",
+                hint="Trainer(strategy='ddp') or one device, with automatic optimization; or a loop of your own",
+            )
+        strategy.setup = partial(self._open, strategy.setup)
+        process = strategy.process_dataloader
+        strategy.process_dataloader = lambda loader: self._loader(trainer, process(loader))
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop.run = partial(self._run, trainer, loop, loop.run)
+
+    def _open(self, setup: Any, trainer: pl.Trainer) -> None:
+        """Model and optimizers are ready: open the session, go to where the job is."""
+        setup(trainer)
+        if len(trainer.optimizers) != 1:
+            raise UnsupportedError(f"{len(trainer.optimizers)} optimizers", hint="configure one optimizer")
+        self._replay = Replay(
+            model=trainer.strategy.model,
+            optimizer=trainer.optimizers[0],
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            **self._arguments,
+        )
+        if self._replay.position:
+            position = copy.deepcopy(self._replay.position)
+            trainer.fit_loop.load_state_dict(position["loops"])
+            for callback in trainer.callbacks:
+                if callback.state_key in position["callbacks"]:
+                    callback.load_state_dict(position["callbacks"][callback.state_key])
+
+    def _loader(self, trainer: pl.Trainer, loader: Any) -> Any:
+        return _Loader(loader, trainer, self._arguments["seed"]) if trainer.training else loader
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Seal the end."""
+        self._replay.close(None)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Whatever ends the training closes the session."""
+        if self._replay is not None:
+            self._replay.close(exception)
+
+    # ------------------------------------------------------------------ a step
+
+    def _run(
+        self, trainer: pl.Trainer, loop: Any, run: Any, optimizer: Any, batch_idx: int, kwargs: Any
+    ) -> Any:
+        """One micro-batch; with the last of a step, the update."""
+        accumulate = trainer.fit_loop._should_accumulate()
+        progress = copy.deepcopy(loop.optim_progress.state_dict())
+
+        def call() -> Any:
+            loop.optim_progress.load_state_dict(progress)
+            if not accumulate:
+                return run(optimizer, batch_idx, kwargs)
+            # As `run` does it; but a repeated run would ask whether *now* is the time to accumulate.
+            closure = loop._make_closure(kwargs, optimizer, batch_idx)
+            with _block_parallel_sync_behavior(trainer.strategy, block=True):
+                closure()
+            result = closure.consume_result()
+            return {} if result.loss is None else result.asdict()
+
+        self._replay.begin()
+        return self._replay.do(call)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step ends with its last micro-batch. Leaves the process when a graceful exit is agreed."""
+        if not trainer.fit_loop._should_accumulate():
+            states = {c.state_key: copy.deepcopy(c.state_dict()) for c in trainer.callbacks}
+            loops = copy.deepcopy(trainer.fit_loop.state_dict())
+            self._replay.commit({"loops": loops, "callbacks": {k: v for k, v in states.items() if v}})
+
+
+class _Loader:
+    """The training data from where the loops are, epoch after epoch."""
+
+    def __init__(self, loader: Any, trainer: pl.Trainer, seed: int) -> None:
+        self._source: Source = make_source(loader, seed, trainer.global_rank)
+        self._loop = trainer.fit_loop
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Asked at the first batch: by then Lightning knows in which epoch it starts.
+        skip = self._loop.epoch_loop.batch_progress.current.ready
+        yield from self._source.open(self._loop.epoch_progress.current.processed, skip)

@@ -1,0 +1,96 @@
+"""A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
+
+``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL]``: CALL counts ``training_step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.integrations.lightning import Holdfast
+
+EPOCHS = 3
+BATCHES = 5  # per epoch and rank; two make a step, the last one is a step of its own
+RANKS = 4
+
+
+class Net(pl.LightningModule):  # type: ignore[misc]
+    """Batch norm, no dropout: a plain run draws other random numbers."""
+
+    def __init__(self, faults: dict[int, str]) -> None:
+        super().__init__()
+        self.faults = faults
+        self.calls = 0
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        """Mean square error."""
+        self.calls += 1
+        kind = self.faults.pop(self.calls, "")
+        if kind == "leave":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if kind == "cut":
+            for inner in fabric()._inners():
+                inner.sever()
+        loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        """The same, of held-out data."""
+        self.log("held_out", (self.net(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, a schedule by epoch."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--cut", default="")
+    parser.add_argument("--leave", default="")
+    given = parser.parse_args()
+    faults = {}
+    for kind in ("cut", "leave"):
+        rank, _, call = getattr(given, kind).partition("@")
+        if rank == os.environ.get("RANK"):
+            faults[int(call)] = kind
+    pl.seed_everything(0)
+    module = Net(faults)
+    x = torch.randn(RANKS * BATCHES * 4, 4)
+    data = TensorDataset(x, x.sin().sum(1, keepdim=True))
+    best = pl.callbacks.ModelCheckpoint(dirpath=given.output / "best", monitor="held_out")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=RANKS, strategy="ddp", max_epochs=EPOCHS, accumulate_grad_batches=2,
+        gradient_clip_val=0.5, logger=False, enable_progress_bar=False, num_sanity_val_steps=1,
+        callbacks=[best] if given.plain else [Holdfast(), best],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+    if trainer.is_global_zero:
+        total = xxhash.xxh3_128()
+        for tensor in module.state_dict().values():
+            total.update(tensor.numpy().tobytes())
+        seen = {"step": trainer.global_step, "epoch": trainer.current_epoch, "calls": module.calls}
+        seen["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        seen["best"] = float(best.best_model_score)
+        seen["weights"] = total.hexdigest()
+        (given.output / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

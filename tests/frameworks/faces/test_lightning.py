@@ -1,0 +1,108 @@
+"""Lightning: as it is without us, and the same bits when ranks die or connections break."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast.errors import UnsupportedError
+from holdfast.exits import Exit
+from holdfast.integrations.lightning import Holdfast
+from holdfast.store.root import Root
+from tests.frameworks.faces.running import EXAMPLES, drill, run
+
+JOB = Path(__file__).with_name("lightning_job.py")
+BATCHES = 5
+STEPS = 9
+
+
+def results(where: Path) -> dict[str, Any]:
+    """What rank 0 saw at the end."""
+    seen: dict[str, Any] = json.loads((where / "out" / "seen.json").read_text())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stock Lightning under torchrun."""
+    where = tmp_path_factory.mktemp("plain")
+    code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain")
+    assert code == 0, output
+    return results(where)
+
+
+@pytest.mark.smoke
+def test_example_survives_a_kill(tmp_path: Path) -> None:
+    code, output = drill(tmp_path, "kill:rank=1@step=13", EXAMPLES / "lightning_module.py", "--epochs", "2")
+    assert code == 0, output
+    assert "PASSED: no committed step lost, the same bits at the end" in output
+
+
+def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, plain: dict[str, Any]) -> None:
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out")
+    assert code == 0, output
+    assert {**results(tmp_path), "calls": plain["calls"]} == plain
+    assert (plain["step"], plain["epoch"], plain["calls"]) == (STEPS, 3, 3 * BATCHES)
+
+
+@pytest.mark.parametrize("call", [6, 7])  # the first and the last micro-batch of a step
+def test_cut_connections_are_answered_with_the_same_batches(
+    tmp_path: Path, plain: dict[str, Any], call: int
+) -> None:
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--cut", f"0@{call}")
+    assert code == 0, output
+    seen = results(tmp_path)
+    assert {**seen, "calls": 0} == {**plain, "calls": 0}
+    assert "retry in place" in output
+    assert seen["calls"] > plain["calls"]  # micro-batches ran again, in the same processes
+    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
+
+
+@pytest.mark.parametrize("call", [8, 10])  # in the middle of the second epoch, and at its end
+def test_graceful_exit_and_the_next_run(
+    tmp_path: Path, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT", str(tmp_path / "kept"))
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--leave", f"2@{call}")
+    assert code == Exit.REQUEUE, output
+    (left,) = Root(tmp_path / "kept").list()
+    assert left.valid and 4 <= left.step < STEPS
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out")
+    assert code == 0, output
+    seen = results(tmp_path)
+    assert {**seen, "calls": 0} == {**plain, "calls": 0}
+    epoch, steps = divmod(left.step, 3)
+    left_to_do = 3 * BATCHES - epoch * BATCHES - 2 * steps
+    rehearsed = seen["calls"] - left_to_do  # the first step, without effect, until DDP has its final buckets
+    assert 0 < rehearsed <= 6 and rehearsed % 2 == 0
+
+
+def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
+    class Manual(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            raise AssertionError("never reached")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[Holdfast()],
+    )
+    with pytest.raises(UnsupportedError, match="automatic_optimization=False"):
+        trainer.fit(Manual(), DataLoader(TensorDataset(torch.zeros(4, 1))))
