@@ -21,6 +21,7 @@ from typing import Any
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
+from holdfast.runtime.frameworks import FRAMEWORKS
 from holdfast.runtime.settings import RunSettings
 
 RUN_HELP = "holdfast run --help"
@@ -83,6 +84,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         restart_window_s=_at_least(values, "restart_window", 1.0),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_positive("--grace-s", grace_s),
+        framework=_framework(str(values["framework"])),
         cwd=os.getcwd(),
         python=os.environ.get("PYTHON_EXEC", ""),
         env=_environment(nproc),
@@ -140,6 +142,21 @@ def _kind(values: Mapping[str, Any]) -> Any:
     if values["run_path"]:
         return "script"
     return "module" if values["module"] else "executable" if values["no_python"] else "script"
+
+
+def _framework(name: str) -> Any:
+    if name not in FRAMEWORKS:
+        raise UsageError(f"--framework {name}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
+    known = FRAMEWORKS[name]
+    # Another interpreter has its own packages: its workers will say what is missing.
+    if (
+        name != "torch"
+        and "PYTHON_EXEC" not in os.environ
+        and importlib.util.find_spec(known.package) is None
+    ):
+        raise UsageError(f"--framework {name}: {known.package} is not installed for {sys.executable}",
+                         hint=f"pip install {known.requirement}")  # fmt: skip
+    return name
 
 
 def _target(kind: str, script: str) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.runtime.frameworks import FrameworkName
 from holdfast.runtime.rundir import write_private
 
 SETTINGS_FILE = "run.json"
@@ -43,6 +44,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiesce_s: float = 5.0
     orphan_s: float = 30.0
 
+    framework: FrameworkName = "torch"  # what workers and zygote are made ready for
     cwd: str = ""  # empty: the agent's
     python: str = ""  # interpreter of the workers; empty: the agent's
     env: dict[str, str] = {}  # set in every worker, over the agent's own environment

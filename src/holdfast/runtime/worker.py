@@ -25,11 +25,11 @@ from holdfast.core.page import Phase, Word
 from holdfast.errors import ScriptError, StoreError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client
+from holdfast.runtime.frameworks import install_framework
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import open_log, write_private
 from holdfast.runtime.settings import RunSettings
 
-GROUPS_MODULE = "holdfast.adapters.torch.groups"
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
@@ -65,17 +65,6 @@ def redirect(log: str) -> None:
     os.dup2(out, 2)
     os.close(null)
     os.close(out)
-
-
-def install_groups() -> None:
-    """Put our process groups behind the names gloo and nccl, where torch and the adapter exist."""
-    try:
-        groups = importlib.import_module(GROUPS_MODULE)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        return
-    groups.install()
 
 
 def run_script(settings: RunSettings) -> None:
@@ -121,7 +110,7 @@ def main() -> int:
     client = client_from_env(settings.orphan_s)
     client.start()
     try:
-        install_groups()
+        install_framework(settings.framework)
         run_script(settings)
     except SystemExit as error:
         code = _exit_code(error)

@@ -26,25 +26,14 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Exited, Preloaded, Quit, Spawn, Spawned, ZygoteMessage
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
-PRELOADS = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.utils.data",
-    "torch._dynamo",
-    "holdfast.adapters.torch",
-    "holdfast.adapters.torch.groups",
-    "holdfast.session",
-    "holdfast.runtime.worker",
-)
 
 
 class _Peer:
@@ -218,18 +207,18 @@ def thread_total() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def preload() -> Preloaded:
+def preload(framework: FrameworkName) -> Preloaded:
     """Import what workers will need, and pay what the first optimizer imports lazily."""
     imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
-    for name in PRELOADS:
+    for name in (*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS):
         began = time.monotonic()
         try:
             importlib.import_module(name)
         except Exception as error:  # a worker that needs it will fail with the same error, in its own log
             missing[name] = f"{type(error).__name__}: {error}"[:200]
         imports_s[name] = round(time.monotonic() - began, 3)
-    if "torch" not in missing:
+    if framework == "torch" and "torch" not in missing:
         began = time.monotonic()
         torch = sys.modules["torch"]
         torch.set_num_threads(1)
@@ -258,7 +247,8 @@ def become_worker(spawn: Spawn) -> int:
 
 def main(run_dir: str) -> int:
     """Run the zygote of ``run_dir``; in a forked child, its worker."""
-    spawn = Zygote(RunDir(Path(run_dir)), preload()).serve()
+    run = RunDir(Path(run_dir))
+    spawn = Zygote(run, preload(RunSettings.load(run.path).framework)).serve()
     if spawn is None:
         return 0
     try:

@@ -234,6 +234,19 @@ class Session:
         """Updates done."""
         return self._rank.step
 
+    @property
+    def exiting(self) -> bool:
+        """All ranks have agreed to leave: no step follows."""
+        return self._exit_agreed
+
+    def redo(self) -> None:
+        """Abort the open step and begin it again, inside an update that is computed by a framework's graph.
+
+        Raises:
+            StepError: no step is open.
+        """
+        self._blocks.redo()
+
     def save(self) -> None:
         """Ask for a checkpoint by all ranks at the end of the step whose vote comes next; returns at once.
 

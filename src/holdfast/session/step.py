@@ -267,6 +267,14 @@ class Blocks:
         step.committed = True
         self._owner.after_ready(step, self._tally)
 
+    def redo(self) -> None:
+        """Abort the open block and begin it again at once: for a framework that keeps its gradients at hand."""
+        step = self._current
+        if step is None:
+            raise StepError("no step is open that could begin again")
+        self._abort(step)
+        self.begin(step)
+
     def _abort(self, step: Step) -> None:
         """Put everything back; returns when the step may run again."""
         rank, adapter = self._rank, self._adapter

@@ -1,0 +1,347 @@
+"""A process group over plain TCP that can be rebuilt: sums of NumPy vectors, for frameworks whose own group cannot.
+
+Theory. Every rank is connected to every other. A sum is done in two exchanges: rank r receives the r-th part of all
+vectors and adds them in the order of the ranks, then everybody fetches the sums; a short vector is sent to all and
+added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
+which way was taken. Whoever breaks a connection breaks it for all: :meth:`Mesh.poison` shuts every socket down, the
+peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
+a connection proves itself with a secret that its owner published over the authenticated channel to the agent.
+
+Invariants:
+1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
+2. After the first error every call raises until :meth:`reconfigure`.
+3. Vectors of different collectives cannot mix: number, length and type travel in front and are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError, InternalError, PeerLost
+from holdfast.runtime.channel import tune
+from holdfast.runtime.client import Client
+
+Vector = NDArray[Any]
+
+KEY_SIZE_BYTES = 32
+MAGIC = b"HFMESH01"
+SHORT_SIZE_BYTES = 16 * 1024
+POLL_S = 0.5
+HANDSHAKE_S = 10.0
+START_S = 120.0
+"""How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
+START_VARIABLE = "HOLDFAST_START_S"
+_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, the acceptor's key
+_HEAD = struct.Struct("!QQB")  # number, length in bytes, type
+_TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank listens, and the secret that a connection to it must show."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Mesh:
+    """All ranks of one generation. One thread calls the collectives, any thread may :meth:`poison`.
+
+    Args:
+        client: the line to the agent; None only in a world of one.
+        rank, world_size: place of this process.
+    """
+
+    def __init__(self, client: Client | None, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.reason = ""
+        self.refused = 0
+        self.on_fault: Callable[[str], None] = _ignore
+        self.on_collective: Callable[[int], None] = _ignore_count
+        self._client = client
+        self._peers: dict[int, socket.socket] = {}
+        self._number = 0
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective broke, or :meth:`poison` was called."""
+        return bool(self.reason)
+
+    # ------------------------------------------------------------------ membership
+
+    def connect(self, generation: Generation, timeout_s: float | None = None) -> None:
+        """Meet the other ranks of ``generation``.
+
+        Raises:
+            GroupError: not all came within ``timeout_s`` (default ``START_S``); the missing ranks are named.
+        """
+        self._close()
+        self.reason = ""
+        self._number = 0
+        if self.world_size == 1:
+            return
+        limit_s = start_limit_s() if timeout_s is None else timeout_s
+        key = secrets.token_bytes(KEY_SIZE_BYTES)
+        with socket.create_server(("127.0.0.1", 0), backlog=self.world_size) as listener:
+            own = Place("127.0.0.1", int(listener.getsockname()[1]), key)
+            places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
+            deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
+            for rank in range(self.rank):
+                self._peers[rank] = self._dial(rank, places[rank], generation, key)
+            while len(self._peers) < self.world_size - 1:
+                self._accept(listener, generation, key, places, deadline_s)
+        for peer in self._peers.values():
+            tune(peer)
+            peer.setblocking(False)
+        if self.poisoned:
+            self._fail(self.reason, GroupError)
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Drop all connections and meet again. Raises: GroupError."""
+        self.connect(generation)
+
+    def poison(self, reason: str) -> None:
+        """Break everything under way; from any thread, returns at once."""
+        self.reason = self.reason or reason or "poisoned"
+        for peer in list(self._peers.values()):
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._close()
+
+    def _close(self) -> None:
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.close()
+
+    def _kv(self) -> Client:
+        if self._client is None:
+            raise InternalError("several ranks without a control plane")
+        return self._client
+
+    def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+        try:
+            sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
+            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, place.key))
+            if not secrets.compare_digest(_read(sock, KEY_SIZE_BYTES), key):
+                raise ConnectionRefusedError("the answer does not prove that it is a member")
+        except OSError as error:
+            self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
+        return sock
+
+    def _accept(
+        self,
+        listener: socket.socket,
+        generation: Generation,
+        key: bytes,
+        places: dict[int, Place],
+        deadline_s: float,
+    ) -> None:
+        left_s = deadline_s - time.monotonic()
+        missing = sorted(set(range(self.world_size)) - set(self._peers) - {self.rank})
+        if left_s <= 0 or self.poisoned:
+            self._fail(self.reason or f"ranks {missing} did not connect", GroupError)
+        listener.settimeout(min(left_s, POLL_S))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            return
+        sock.settimeout(HANDSHAKE_S)
+        try:
+            magic, packed, rank, shown = _HELLO.unpack(_read(sock, _HELLO.size))
+            known = magic == MAGIC and packed == generation.pack() and rank in missing
+            if not known or not secrets.compare_digest(shown, key):
+                raise ConnectionRefusedError("not a member of this generation")
+            sock.sendall(places[rank].key)
+        except OSError:
+            self.refused += 1
+            sock.close()
+            return
+        self._peers[rank] = sock
+
+    # ------------------------------------------------------------------ collectives
+
+    def sum(self, vector: Vector) -> Vector:
+        """The sum over all ranks, added in rank order; shape [n], same type.
+
+        Raises:
+            PeerLost: a rank is gone, or the group is poisoned.
+        """
+        mine = np.ascontiguousarray(vector).reshape(-1)
+        if mine.dtype.name not in _TYPES:
+            raise InternalError(f"a sum of {mine.dtype}; known are {', '.join(_TYPES)}")
+        self._number += 1
+        self.on_collective(self._number)
+        if self.poisoned:
+            self._fail(self.reason, PeerLost)
+        if self.world_size == 1:
+            return mine.copy()
+        if mine.nbytes <= SHORT_SIZE_BYTES:
+            parts = {rank: np.empty_like(mine) for rank in self._peers}
+            self._exchange(dict.fromkeys(self._peers, mine), parts)
+            return self._added({**parts, self.rank: mine})
+        return self._sum_long(mine)
+
+    def _sum_long(self, mine: Vector) -> Vector:
+        """Everybody adds one part, then fetches the others."""
+        edges = [len(mine) * rank // self.world_size for rank in range(self.world_size + 1)]
+        slices = [slice(edges[rank], edges[rank + 1]) for rank in range(self.world_size)]
+        own = mine[slices[self.rank]]
+        parts = {rank: np.empty_like(own) for rank in self._peers}
+        self._exchange({rank: mine[slices[rank]] for rank in self._peers}, parts)
+        total = np.empty_like(mine)
+        total[slices[self.rank]] = self._added({**parts, self.rank: own})
+        self._exchange(
+            dict.fromkeys(self._peers, total[slices[self.rank]]),
+            {rank: total[slices[rank]] for rank in self._peers},
+        )
+        return total
+
+    def _added(self, parts: dict[int, Vector]) -> Vector:
+        total = parts[0].copy()
+        for rank in range(1, self.world_size):
+            total += parts[rank]
+        return total
+
+    def _exchange(self, outgoing: dict[int, Vector], incoming: dict[int, Vector]) -> None:
+        """Send and receive one vector per peer, all at the same time."""
+        flows = {
+            peer.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
+            for rank, peer in self._peers.items()
+        }
+        poller = select.poll()
+        for fd, flow in flows.items():
+            poller.register(fd, flow.wants())
+        while flows:
+            if self.poisoned:
+                self._fail(self.reason, PeerLost)
+            for fd, _ in poller.poll(POLL_S * 1000):
+                flow = flows[fd]
+                try:
+                    flow.move()
+                except OSError as error:
+                    self._fail(self.reason or f"rank {flow.rank} is lost: {error}", PeerLost)
+                if wants := flow.wants():
+                    poller.modify(fd, wants)
+                else:
+                    poller.unregister(fd)
+                    del flows[fd]
+
+    def _fail(self, reason: str, kind: type[PeerLost] | type[GroupError]) -> None:
+        first = not self.poisoned
+        self.poison(reason)
+        if first and kind is PeerLost:
+            self.on_fault(reason)
+        raise kind(reason)
+
+
+class _Flow:
+    """What still has to go to and come from one peer."""
+
+    def __init__(
+        self, sock: socket.socket, rank: int, number: int, outgoing: Vector, incoming: Vector
+    ) -> None:
+        self.rank = rank
+        self._sock = sock
+        kind = _TYPES.index(outgoing.dtype.name)
+        self._out = [memoryview(_HEAD.pack(number, outgoing.nbytes, kind)), _bytes(outgoing)]
+        self._head = bytearray(_HEAD.size)
+        self._expected = _HEAD.pack(number, incoming.nbytes, kind)
+        self._in = [memoryview(self._head), _bytes(incoming)]
+
+    def wants(self) -> int:
+        """The events that move this flow on; 0 when it is done."""
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
+
+    def move(self) -> None:
+        """Send and receive what is possible now. Raises: OSError."""
+        if self._out:
+            with suppress(BlockingIOError):
+                self._advance(self._out, self._sock.sendmsg(self._out))
+        if self._in:
+            with suppress(BlockingIOError):
+                count = self._sock.recv_into(self._in[0])
+                if count == 0:
+                    raise ConnectionResetError("it closed the connection")
+                checked = len(self._in) == 1
+                self._advance(self._in, count)
+                if not checked and len(self._in) < 2 and bytes(self._head) != self._expected:
+                    raise ConnectionAbortedError("it is in another collective")
+
+    @staticmethod
+    def _advance(parts: list[memoryview], count: int) -> None:
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if parts and count:
+            parts[0] = parts[0][count:]
+
+
+def meet(
+    client: Client, space: str, rank: int, world_size: int, own: Place, limit_s: float
+) -> dict[int, Place]:
+    """Publish where this rank listens and wait for all others: their places by rank.
+
+    Raises:
+        GroupError: not all came within ``limit_s``; the missing ranks are named.
+    """
+    keys = tuple(f"{space}/{other}" for other in range(world_size))
+    client.kv("set", (keys[rank],), msgspec.json.encode(own))
+    deadline_s = time.monotonic() + limit_s
+    # In slices: a fence that comes before the request is queued would not end it.
+    while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
+        if client.fenced or reply.error == "fenced":
+            raise GroupError("a new generation began while the ranks were meeting")
+    if not reply.ok:
+        missing = [other for other, key in enumerate(keys) if not client.kv("check", (key,)).ok]
+        raise GroupError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {world_size} "
+            f"did not come up within {limit_s:g} s",
+            hint=f"read the log of that rank; {START_VARIABLE} gives more seconds",
+        )
+    return {
+        other: msgspec.json.decode(client.kv("get", (key,)).value, type=Place)
+        for other, key in enumerate(keys)
+    }
+
+
+def start_limit_s() -> float:
+    """The start-up deadline in seconds."""
+    return float(os.environ.get(START_VARIABLE) or START_S)
+
+
+def _read(sock: socket.socket, size_bytes: int) -> bytes:
+    data = b""
+    while len(data) < size_bytes:
+        piece = sock.recv(size_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("closed during the handshake")
+        data += piece
+    return data
+
+
+def _bytes(vector: Vector) -> memoryview:
+    return vector.view(np.uint8).data
+
+
+def _ignore(reason: str) -> None:
+    """Nobody listens yet."""
+
+
+def _ignore_count(count: int) -> None:
+    """Nobody counts yet."""

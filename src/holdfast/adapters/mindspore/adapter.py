@@ -1,0 +1,324 @@
+"""MindSpore behind the interface of ``adapters/base.py``.
+
+Two ways to add gradients: in stand-alone mode the gate sums them over our own connections (``mesh.py``), which can be
+rebuilt in the running process; in data parallel mode MindSpore's own AllReduce does, and the gate only votes. That
+group is never used again after a fault, because it then returns wrong sums silently: every fault restarts the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+from numpy.typing import NDArray
+
+from holdfast.adapters.base import Feed, Hooks
+from holdfast.adapters.mesh import Mesh
+from holdfast.adapters.mindspore.gate import Gate, Relay
+from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice
+from holdfast.adapters.values import Plain
+from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
+from holdfast.runtime.client import Client
+from holdfast.store.layout import Catalogue
+
+VERSIONS = ("2.10.",)
+DEVICES = ("CPU",)
+MODES = ("stand_alone", "data_parallel")
+OPTIMIZER = "optimizer"
+SEED_PRIME = 1_000_003
+
+
+class MindSporeAdapter:
+    """See :class:`holdfast.adapters.base.Adapter`.
+
+    Args:
+        cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
+        extras: plain values that travel in checkpoints.
+        seed: of Python's, NumPy's and MindSpore's default generators at each step.
+        slices: this rank's parts of parameters that ranks share.
+        redo: aborts the open step and begins it again; called inside the graph after a fault.
+
+    Raises:
+        UnsupportedError: framework version, device, parallel mode or training cell.
+        StateError: see :class:`MindSporeState`.
+    """
+
+    scaled = False
+
+    def __init__(
+        self,
+        cell: Any,
+        extras: dict[str, Any],
+        seed: int,
+        slices: Mapping[str, Slice],
+        redo: Callable[[], None],
+    ) -> None:
+        check_supported()
+        self.rank, self.world_size = place()
+        self._seed = seed
+        self._cell = cell
+        self._redo = redo
+        self._native = parallel_mode() == "data_parallel" and self.world_size > 1
+        self._graph = ms.get_context("mode") == ms.GRAPH_MODE
+        self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not self._graph)
+        self._mesh: Mesh | None = None
+        self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
+        self._hooks: Hooks | None = None
+        self._on_fault: Callable[[str], None] | None = None
+        self._on_collective: Callable[[int], None] | None = None
+        self._held = -1
+        self._passed = False
+        self._buffers: NDArray[Any] | None = None
+        self._host = _gate_place(cell)
+        self._before = self._host.grad_reducer
+
+    # ------------------------------------------------------------------ hooks
+
+    @property
+    def mesh(self) -> Mesh:
+        """Our connections; made at first use, when the session has found its agent."""
+        if self._mesh is None:
+            client = Client.current()
+            self._mesh = Mesh(client, self.rank, self.world_size)
+            if self._on_fault is not None:
+                self._mesh.on_fault = self._on_fault
+            if self._on_collective is not None:
+                self._mesh.on_collective = self._on_collective
+            self._mesh.connect(NO_GENERATION if client is None else client.generation)
+        return self._mesh
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective of this process broke."""
+        return self._mesh is not None and self._mesh.poisoned
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return "" if self._mesh is None else self._mesh.reason
+
+    def attach(
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+    ) -> None:
+        """Put the gate in front of the optimizer. The graph must not have been compiled before."""
+        self._hooks = hooks
+        self._on_fault = self.mesh.on_fault = on_fault
+        self._on_collective = self.mesh.on_collective = on_collective
+        self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
+
+    def detach(self) -> None:
+        """Close the connections. A compiled graph keeps its gate, which refuses from now on."""
+        self._hooks = None
+        self._host.grad_reducer = self._before
+        if self._mesh is not None:
+            self._mesh.close()
+
+    def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """The gate: sum, vote; after a fault again, with the gradients at hand."""
+        if self._hooks is None:
+            raise StepError(
+                "a guarded optimizer steps outside of a step",
+                hint="train through holdfast.mindspore: its callback opens the steps",
+            )
+        while True:
+            try:
+                total = self._summed(vector)
+                self._hooks.update(OPTIMIZER)
+            except PeerLost:
+                self._redo()
+            except BaseException as error:
+                if type(error).__name__ != "StepAborted":
+                    raise
+                self._redo()
+            else:
+                break
+        self._passed = True
+        if self._buffer_numel:
+            self._buffers = total[len(total) - self._buffer_numel :].copy()
+        return total
+
+    def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """Mean of the gradients, and rank 0's buffers."""
+        gradients = len(vector) - self._buffer_numel
+        if self.world_size == 1:
+            return vector
+        if self._native:
+            if not self._buffer_numel:
+                return vector
+            mine = vector[gradients:] if self.rank == 0 else np.zeros_like(vector[gradients:])
+            return np.concatenate([vector[:gradients], self.mesh.sum(mine)])
+        mine = vector
+        if self._buffer_numel and self.rank != 0:
+            mine = vector.copy()
+            mine[gradients:] = 0
+        total = self.mesh.sum(mine)
+        total[:gradients] /= self.world_size
+        return total
+
+    # ------------------------------------------------------------------ state
+
+    def collect(self, *, frozen: bool = False) -> Collected:
+        """The state now, or at the start of the current step."""
+        return self.state.collect(frozen=frozen)
+
+    def state_size(self) -> int:
+        """MindSpore's optimizers have all their state from the start."""
+        return len(self.state.metas)
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch."""
+        return self.state.restore(catalogue, values)
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches come from ``Model.train``; the position follows from the step."""
+        raise UsageError(
+            "a MindSpore session takes no loader",
+            hint="holdfast.mindspore.train(model, epochs, dataset, ...)",
+        )
+
+    # ------------------------------------------------------------------ step
+
+    def begin(self, step: int) -> None:
+        """Seed and copy; nothing when the same step begins again inside the graph, after forward has run."""
+        if step == self._held:
+            return
+        self._passed = False
+        self.state.take()
+        self._held = step
+        mixed = (self._seed * SEED_PRIME + self.rank) * SEED_PRIME + step
+        random.seed(mixed)
+        np.random.seed(mixed % 2**32)
+        ms.manual_seed(mixed % 2**31)
+
+    def shield(self) -> None:
+        """Nothing: a broken sum raises into the gate, which answers it."""
+
+    def record(self, name: str) -> None:
+        """Refuse. Raises: UnsupportedError."""
+        raise UnsupportedError(
+            "step.update(name) is not supported with MindSpore", hint="one optimizer per step"
+        )
+
+    def prepare_vote(self) -> None:
+        """Nothing: the gate got its vector from the device, so it is complete."""
+
+    def vote(self, vector: list[int]) -> list[int]:
+        """Sum over all ranks. Raises: PeerLost."""
+        return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
+
+    def enter_update(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """The graph has run: take rank 0's moving statistics.
+
+        Raises:
+            StepError: the gate was not passed: weights changed without a vote.
+        """
+        self._held = -1
+        if not self._passed:
+            raise StepError(
+                "the gradients of this step did not pass the gate",
+                hint="wrap the optimizer: holdfast.mindspore.guard(optimizer), before nn.TrainOneStepCell or Model",
+            )
+        if self._buffers is None:
+            return
+        start = 0
+        for parameter in self.state.buffers:
+            piece = self._buffers[start : start + parameter.size]
+            start += parameter.size
+            if self.rank != 0:
+                value = piece.reshape(parameter.shape)
+                parameter.set_data(ms.Tensor(value, dtype=parameter.dtype))
+
+    def release(self) -> None:
+        """The step is over."""
+        self._held = -1
+
+    def abort(self) -> None:
+        """Nothing to undo: no weight moved, and the gate keeps the gradients."""
+
+    # ------------------------------------------------------------------ groups
+
+    def poison(self, reason: str) -> None:
+        """Break all sums under way. A hang in MindSpore's own AllReduce ends with the process."""
+        if self._mesh is not None:
+            self._mesh.poison(reason)
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Connect anew. Raises: GroupError."""
+        if self._native:
+            raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
+        self.mesh.reconfigure(generation)
+
+    def rehearse(self) -> bool:
+        """No step needs one."""
+        return False
+
+    def end_rehearsal(self) -> None:
+        """Nothing."""
+
+
+def check_supported() -> None:
+    """Raises: UnsupportedError: names what is supported."""
+    if not ms.__version__.startswith(VERSIONS):
+        raise UnsupportedError(
+            f"MindSpore {ms.__version__} is not supported; supported are {', '.join(v + 'x' for v in VERSIONS)}",
+            hint="pip install 'mindspore==2.10.0'",
+        )
+    device = str(ms.get_context("device_target"))
+    if device not in DEVICES:
+        raise UnsupportedError(
+            f"MindSpore on {device} is not supported; supported is {', '.join(DEVICES)}",
+            hint='mindspore.set_device("CPU")',
+        )
+    mode = parallel_mode()
+    if mode not in MODES:
+        raise UnsupportedError(
+            f"parallel mode {mode} is not supported (nor is it by MindSpore on CPU); supported are {', '.join(MODES)}",
+            hint='mindspore.set_auto_parallel_context(parallel_mode="data_parallel"), or none',
+        )
+
+
+def parallel_mode() -> str:
+    """MindSpore's parallel mode."""
+    return str(ms.get_auto_parallel_context("parallel_mode"))
+
+
+def place() -> tuple[int, int]:
+    """Rank and world size, from MindSpore's group or the launcher's variables (ours, then msrun's)."""
+    if GlobalComm.INITED:
+        return int(get_rank()), int(get_group_size())
+    env = os.environ
+    if env.get("MS_ROLE") == "MS_SCHED":
+        raise SystemExit(0)  # msrun runs the script once more as its scheduler: it trains nothing
+    if "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"])
+    if env.get("MS_ROLE") == "MS_WORKER" and "RANK_SIZE" in env:
+        return int(env["RANK_ID"]), int(env["RANK_SIZE"])
+    return 0, 1
+
+
+def _gate_place(cell: Any) -> Any:
+    """The cell whose ``grad_reducer`` the gate takes: a relay around the optimizer, else the training cell."""
+    optimizer = getattr(cell, "optimizer", None)
+    if optimizer is None:
+        raise UnsupportedError(
+            f"a {type(cell).__name__} without `optimizer` is no training cell",
+            hint="give the session nn.TrainOneStepCell(network, optimizer), or a cell with these two attributes",
+        )
+    relay = getattr(optimizer, "relay", None)
+    if isinstance(relay, Relay):
+        return relay
+    if not hasattr(cell, "grad_reducer"):
+        raise UnsupportedError(
+            f"a {type(cell).__name__} without `grad_reducer` has no place for the vote",
+            hint="wrap the optimizer: holdfast.mindspore.guard(optimizer)",
+        )
+    return cell

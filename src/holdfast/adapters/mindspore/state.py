@@ -1,0 +1,209 @@
+"""MindSpore parameters as training state: what the store saves from and loads into.
+
+Theory. Everything that a training step changes is a ``Parameter`` of the training cell: weights, BatchNorm's moving
+statistics, optimizer slots, step counters. Weights and large slots move only after the gate (``gate.py``) has let the
+gradients pass; moving statistics move in forward, and counters (``global_step``, Adam's beta powers) whenever the graph
+likes, because they do not depend on gradients. So the latter two are copied when a step begins, and a state asked for
+while the step is open takes them from the copies. In PYNATIVE mode a read from another thread waits for operators under
+way, which may never end: there everything is copied.
+
+Invariants:
+1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph did since.
+2. A read of a parameter that is not copied is possible while the main thread hangs in an operator (GRAPH mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.adapters.numpy import DTYPE_NAMES, NumpyState, Shard
+from holdfast.adapters.values import Plain
+from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta
+
+Array = NDArray[Any]
+
+SMALL_NUMEL = 1024
+IGNORED = frozenset({"graceful_exit", "graceful_init"})
+"""Parameters of MindSpore's own exit flag: a request, not a state."""
+
+
+class Slice:
+    """This rank's part of a parameter that several ranks share (tensor parallelism by hand).
+
+    Args:
+        shape: of the whole parameter, in elements.
+        offsets: where this rank's part begins, in elements.
+    """
+
+    def __init__(self, shape: Shape, offsets: Shape) -> None:
+        self.shape = tuple(shape)
+        self.offsets = tuple(offsets)
+
+
+class Collected:
+    """The state at one moment. Arrays are read from the framework when they are asked for."""
+
+    def __init__(self, state: MindSporeState, copies: Mapping[str, Array]) -> None:
+        self.values: dict[str, Plain] = {
+            "optimizers": {},
+            "schedulers": {},
+            "state": state.extras_plain(),
+            "framework": "mindspore",
+        }
+        self._state = state
+        self._copies = copies
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one box of this rank. Raises: StateError."""
+        shard = self._state.shard(fqn, self._copies)
+        return NumpyState([shard]).view(fqn, box)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """The boxes that this rank holds."""
+        return RankLayout(rank, tuple(self._state.metas.values()), world_size)
+
+
+class Restore:
+    """A load under way: filled arrays first, then the parameters."""
+
+    def __init__(self, state: MindSporeState, values: Mapping[str, Plain]) -> None:
+        self._state = state
+        self._values = values
+        self._arrays = {fqn: np.empty_like(state.read(fqn)) for fqn in state.metas}
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every box to fill."""
+        own = NumpyState(self._state.placed(fqn, array) for fqn, array in self._arrays.items())
+        return [
+            (meta, target.buffer)
+            for meta, target in zip(self._state.metas.values(), own.targets(), strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Put the arrays into the parameters."""
+        for fqn, array in self._arrays.items():
+            self._state.write(fqn, array)
+        self._state.load_extras(self._values.get("state", {}))
+
+
+class MindSporeState:
+    """All parameters of a training cell, by the names that checkpoints use.
+
+    Args:
+        cell: the training cell (network and optimizer).
+        optimizer: its optimizer; the parameters that it adds are named ``optimizer.NAME``.
+        extras: plain values that travel too.
+        slices: parameters of which this rank holds a part, by name; an optimizer slot lies like its parameter.
+        copy_all: copy everything at each step begin (PYNATIVE).
+
+    Raises:
+        StateError: a parameter of a type that cannot be saved, or a slice that does not fit; by name.
+    """
+
+    def __init__(
+        self,
+        cell: Any,
+        optimizer: Any,
+        extras: dict[str, Any],
+        slices: Mapping[str, Slice],
+        *,
+        copy_all: bool,
+    ) -> None:
+        self.extras = extras
+        self.buffers: list[Any] = []
+        self._parameters: dict[str, Any] = {}
+        self._copied: dict[str, Array] = {}
+        slots = {id(p) for p in optimizer.get_parameters()} - {id(p) for p in optimizer.parameters}
+        trained = {id(p) for p in optimizer.parameters}
+        early: list[str] = []
+        for parameter in cell.get_parameters():
+            if parameter.name in IGNORED:
+                continue
+            slot = id(parameter) in slots
+            fqn = f"optimizer.{parameter.name}" if slot else parameter.name
+            if fqn in self._parameters:
+                raise StateError(
+                    f"two parameters are called {fqn!r}", hint="give each Parameter a name of its own"
+                )
+            self._parameters[fqn] = parameter
+            if not slot and id(parameter) not in trained:
+                self.buffers.append(parameter)
+            if copy_all or (id(parameter) not in trained and (not slot or parameter.size <= SMALL_NUMEL)):
+                early.append(fqn)
+        self._early = tuple(early)
+        self.metas = {fqn: self._meta(fqn, slices) for fqn in self._parameters}
+
+    def _meta(self, fqn: str, slices: Mapping[str, Slice]) -> TensorMeta:
+        array = self.read(fqn)
+        if array.dtype.name not in DTYPE_NAMES:
+            raise StateError(f"parameter {fqn!r}: type {array.dtype} cannot be saved")
+        part = next((s for name, s in slices.items() if _belongs(fqn, name)), None)
+        if part is None or (fqn.startswith("optimizer.") and array.ndim != len(part.shape)):
+            shape, box = array.shape, Box.whole(array.shape)
+        else:
+            shape, box = part.shape, Box(part.offsets, array.shape)
+            if len(shape) != array.ndim or not Box.whole(shape).contains(box):
+                raise StateError(
+                    f"parameter {fqn!r}: its part {box} does not lie in a tensor of shape {list(shape)}"
+                )
+        return TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], shape, box)
+
+    def read(self, fqn: str) -> Array:
+        """The parameter's value now; shared with the framework where it can be."""
+        try:
+            return np.ascontiguousarray(self._parameters[fqn].asnumpy())
+        except TypeError as error:  # bfloat16 has no NumPy type here
+            raise StateError(
+                f"parameter {fqn!r}: {self._parameters[fqn].dtype} cannot be saved: {error}"
+            ) from error
+
+    def write(self, fqn: str, array: Array) -> None:
+        """Set the parameter."""
+        self._parameters[fqn].set_data(ms.Tensor(array.reshape(self._parameters[fqn].shape)))
+
+    def placed(self, fqn: str, array: Array) -> Shard:
+        """``array`` as the box of this rank."""
+        meta = self.metas[fqn]
+        return Shard(fqn, meta.shape, meta.box, array)
+
+    def shard(self, fqn: str, copies: Mapping[str, Array]) -> Shard:
+        """This rank's box with its value, from ``copies`` where it is there. Raises: StateError."""
+        if fqn not in self.metas:
+            raise StateError(f"tensor {fqn!r} is not held here")
+        return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
+
+    def take(self) -> None:
+        """Copy what the coming step may change before its vote."""
+        self._copied = {fqn: self.read(fqn).copy() for fqn in self._early}
+
+    def collect(self, *, frozen: bool) -> Collected:
+        """The state now, or at the start of the open step."""
+        return Collected(self, self._copied if frozen else {})
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch: of another framework."""
+        if values.get("framework") != "mindspore":
+            raise CheckpointMismatch(
+                "the checkpoint was not written by a MindSpore training",
+                hint="holdfast.mindspore.import_checkpoint(...) takes MindSpore's own files",
+            )
+        return Restore(self, values)
+
+    def extras_plain(self) -> dict[str, Plain]:
+        """The extra values."""
+        return dict(self.extras)
+
+    def load_extras(self, values: Mapping[str, Plain]) -> None:
+        """Put extra values back, in place."""
+        self.extras.update(values)
+
+
+def _belongs(fqn: str, name: str) -> bool:
+    """A weight or a slot of it: MindSpore names a slot KIND.WEIGHT."""
+    return fqn == name or (fqn.startswith("optimizer.") and fqn.endswith(f".{name}"))

@@ -1,0 +1,256 @@
+"""MindSpore: ``train`` in the place of ``model.train``, or a callback for it, or a session for a loop of your own.
+
+    import holdfast.mindspore
+    holdfast.mindspore.train(model, 5, dataset, callbacks=[...], checkpoint="ckpts/")
+
+Each step votes before its update, inside the compiled graph; a lost worker costs no committed step, and the next start
+goes on at the next step with nothing edited. See docs/mindspore.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import mindspore as ms
+from mindspore import nn
+
+from holdfast.adapters.base import Adapter
+from holdfast.adapters.mindspore.adapter import MindSporeAdapter, place
+from holdfast.adapters.mindspore.gate import Relay
+from holdfast.adapters.mindspore.state import Slice
+from holdfast.errors import UsageError
+from holdfast.session.api import configure_logging
+from holdfast.session.session import Session, Settings
+from holdfast.session.step import Step
+
+__all__ = ["Callback", "Slice", "guard", "session", "train"]
+
+STEPS_MAX = 2**62
+
+
+def guard(optimizer: Any) -> Any:
+    """The optimizer with a place for the vote in front of its update, for a training cell without ``grad_reducer``.
+
+    Like ``nn.OptTFTWrapper``; ``nn.TrainOneStepCell`` and ``Model`` do not need it.
+    """
+    return _Guarded(optimizer)
+
+
+class _Guarded(nn.Optimizer):  # type: ignore[misc]
+    """An optimizer that passes its gradients through a gate first."""
+
+    def __init__(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, nn.Optimizer):
+            raise UsageError(
+                f"guard() takes a mindspore.nn.Optimizer, not a {type(optimizer).__name__}",
+                hint="holdfast.mindspore.guard(nn.SGD(...))",
+            )
+        nn.Cell.__init__(self, auto_prefix=False)
+        self.opt = optimizer
+        self.relay = Relay()
+        for name in (
+            "parameters",
+            "global_step",
+            "learning_rate",
+            "dynamic_lr",
+            "is_group",
+            "is_group_lr",
+            "loss_scale",
+        ):
+            if hasattr(optimizer, name):
+                setattr(self, name, getattr(optimizer, name))
+
+    def construct(self, gradients: Any) -> Any:
+        """Compiled."""
+        return self.opt(self.relay(gradients))
+
+
+def session(
+    cell: Any,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str = "auto",
+    seed: int = 0,
+    save_every_steps: int | None = None,
+    save_every_s: float | None = None,
+    keep: int = 3,
+    state: dict[str, Any] | None = None,
+    exit_file: str | os.PathLike[str] | None = None,
+    grace_s: float | None = None,
+    slices: Mapping[str, Slice] | None = None,
+) -> Session:
+    """A session for a loop of your own: ``for step in s.steps(until=N): with step: cell(x, y)``.
+
+    Args:
+        cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
+        checkpoint, resume, seed, save_every_steps, save_every_s, keep, exit_file, grace_s: as ``holdfast.session``.
+        state: plain values that travel in checkpoints.
+        slices: this rank's parts of parameters that ranks share, by parameter name.
+
+    Raises (when it is entered):
+        UnsupportedError: MindSpore version, device, parallel mode or training cell.
+        As ``holdfast.session`` otherwise.
+    """
+    configure_logging()
+    settings = Settings(
+        checkpoint=checkpoint,
+        resume=resume,
+        seed=seed,
+        save_every_steps=save_every_steps,
+        save_every_s=save_every_s,
+        keep=keep,
+        exit_file=exit_file,
+        grace_s=grace_s,
+    )
+    extras = {} if state is None else state
+
+    def adapter() -> Adapter:
+        return MindSporeAdapter(cell, extras, settings.seed, slices or {}, made.redo)
+
+    made = Session(adapter, extras, settings)
+    return made
+
+
+class Callback(ms.train.Callback):  # type: ignore[misc]
+    """Protects a ``Model.train``. ``model.train(5, dataset, callbacks=[c], initial_epoch=c.resume(dataset))``.
+
+    Args:
+        model: a ``Model`` that has not trained yet.
+        exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``.
+        exit_directory: where ``rank_N`` goes.
+        options: of :func:`session`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        exit_name: str = "",
+        exit_directory: str | os.PathLike[str] = ".",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._cell = model.train_network
+        self._exit_name = exit_name
+        self._exit_directory = Path(exit_directory)
+        self._session = session(self._cell, **options)
+        self._steps: Iterator[Step] | None = None
+        self._step: Step | None = None
+        self._placed = False
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._session.step
+
+    def resume(self, dataset: Any) -> int:
+        """Load the newest valid checkpoint, let ``dataset`` begin at its step, and return its epoch.
+
+        Raises:
+            UsageError: called twice.
+            As ``holdfast.session``.
+        """
+        if self._steps is not None:
+            raise UsageError(
+                "resume() was called before on this callback", hint="one Callback per Model.train"
+            )
+        self._session.__enter__()
+        self._steps = self._session.steps(until=STEPS_MAX)
+        self._placed = True
+        dataset.set_init_step(self.step)
+        return int(self.step // dataset.get_dataset_size())
+
+    def close(self) -> None:
+        """End the session of a training that has nothing left to do."""
+        self._session.__exit__(None, None, None)
+
+    # MindSpore calls these
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        step, self._step = self._step, None
+        if step is not None and error is not None:
+            step.__exit__(kind, error, trace)
+        if self._steps is not None:
+            self._session.__exit__(kind, error, trace)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Tell the other callbacks which step this is. Raises: UsageError when ``resume`` was not called."""
+        if not self._placed:
+            raise UsageError(
+                "this training would begin at its first batch whatever the checkpoint says",
+                hint="model.train(..., initial_epoch=callback.resume(dataset)), or holdfast.mindspore.train(...)",
+            )
+        run_context.original_args().cur_step_num = self.step
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """Open the step."""
+        assert self._steps is not None
+        step = next(self._steps)
+        step.__enter__()
+        self._step = step
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Commit the step; leave when all have agreed to."""
+        step, self._step = self._step, None
+        assert step is not None
+        step.__exit__(None, None, None)
+        if self._session.exiting:
+            if self._exit_name:
+                self._write_exit_files(run_context.original_args())
+            run_context.request_stop()
+
+    def _write_exit_files(self, training: Any) -> None:
+        """MindSpore's own layout: ``rank_N/<name>_train.ckpt`` and ``.mindir``."""
+        rank, _ = place()
+        folder = self._exit_directory / f"rank_{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        base = str(folder / f"{self._exit_name}_train")
+        about = {
+            "epoch_num": training.cur_epoch_num,
+            "step_num": training.cur_step_num,
+            "batch_num": training.batch_num,
+            "global_step": self.step,
+        }
+        ms.save_checkpoint(self._cell, f"{base}.ckpt", append_dict=about)
+        ms.export(training.network, training.train_dataset_element[0], file_name=base, file_format="MINDIR")
+
+
+def train(
+    model: Any,
+    epoch: int,
+    dataset: Any,
+    callbacks: Any = None,
+    *,
+    exit_name: str = "",
+    exit_directory: str | os.PathLike[str] = ".",
+    **options: Any,
+) -> None:
+    """``model.train(epoch, dataset, callbacks)``, protected: resumes by itself, saves at a fault, leaves when asked.
+
+    Args:
+        model, epoch, dataset, callbacks: as ``Model.train``; ``epoch`` is the final epoch, whatever was done before.
+        exit_name, exit_directory: see :class:`Callback`.
+        options: of :func:`session`.
+
+    Raises:
+        As :func:`session`.
+        SystemExit: with code 75 after a graceful exit.
+    """
+    callback = Callback(model, exit_name=exit_name, exit_directory=exit_directory, **options)
+    first = callback.resume(dataset)
+    if first >= epoch:
+        callback.close()
+        return
+    others = (
+        [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    )
+    model.train(epoch, dataset, callbacks=[callback, *others], dataset_sink_mode=False, initial_epoch=first)

@@ -1,0 +1,76 @@
+"""Which module of ring 3 makes a worker ready for its framework, and what the zygote imports before it forks.
+
+Only names: nothing here loads a framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Literal, NamedTuple
+
+from holdfast.errors import ScriptError
+
+FrameworkName = Literal["torch", "mindspore"]
+
+
+class Framework(NamedTuple):
+    """``install_module`` has ``install()``, called before user code; ``preloads`` are imported once per node."""
+
+    package: str
+    requirement: str
+    install_module: str
+    preloads: tuple[str, ...]
+
+
+FRAMEWORKS: dict[FrameworkName, Framework] = {
+    "torch": Framework(
+        "torch",
+        "torch",
+        "holdfast.adapters.torch.groups",
+        (
+            "torch",
+            "torch.distributed",
+            "torch.nn.parallel",
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor",
+            "torch.utils.data",
+            "torch._dynamo",
+            "holdfast.adapters.torch",
+            "holdfast.adapters.torch.groups",
+        ),
+    ),
+    "mindspore": Framework(
+        "mindspore",
+        "'mindspore==2.10.0' 'numpy<2'",
+        "holdfast.adapters.mindspore.start",
+        (
+            "mindspore",
+            "mindspore.dataset",
+            "mindspore.train",
+            "holdfast.mindspore",
+            "holdfast.adapters.mindspore.start",
+        ),
+    ),
+}
+COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker")
+
+
+def install_framework(name: FrameworkName) -> None:
+    """Make this worker ready for its framework. A torch that is not installed is no error: the script may need none.
+
+    Raises:
+        ScriptError: a framework was asked for by name and is not installed.
+    """
+    framework = FRAMEWORKS[name]
+    try:
+        module = importlib.import_module(framework.install_module)
+    except ModuleNotFoundError as error:
+        if error.name != framework.package:
+            raise
+        if name == "torch":
+            return
+        raise ScriptError(
+            f"--framework {name}: {framework.package} is not installed for this interpreter",
+            hint=f"pip install {framework.requirement}",
+        ) from error
+    module.install()
