@@ -199,3 +199,19 @@ def test_seeds() -> None:
     first = torch.rand(2), random.random(), np.random.rand()
     reseed(1, 0, 5)
     assert torch.equal(first[0], torch.rand(2)) and first[1:] == (random.random(), np.random.rand())
+
+
+def test_second_feed_of_a_loader_draws_what_a_new_process_would() -> None:
+    def made() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Items(), 3, sampler=RandomSampler(Items(), generator=generator))
+
+    def order(loader: DataLoader[Any]) -> list[float]:
+        feed = Feed(make_source(loader, 1, 0))
+        return [x for _ in range(8) for x in feed.draw()[0].tolist()]
+
+    loader = made()
+    first = order(loader)
+    assert order(loader) == first == order(made())
+    loader.sampler.generator.manual_seed(6)  # type: ignore[attr-defined]
+    assert order(loader) != first

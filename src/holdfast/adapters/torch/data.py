@@ -19,9 +19,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.adapters.torch.rng import fetch_seed, isolated, order_seed, sample_seed, seed_all
@@ -126,6 +128,8 @@ def make_source(loader: Any, seed: int, rank: int) -> Source:
     Raises:
         UsageError: not iterable.
     """
+    if type(loader).__module__ == "accelerate.data_loader":
+        return _prepared_source(loader, seed)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulSource(loader, seed, rank)
     if (
@@ -147,12 +151,29 @@ def make_source(loader: Any, seed: int, rank: int) -> Source:
     return ReplaySource(loader, seed, rank)
 
 
+def _prepared_source(loader: Any, seed: int) -> Source:
+    """What ``accelerator.prepare`` made of a DataLoader: the sampler draws for the whole job, as on rank 0."""
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"steps() got a {type(loader).__name__} of accelerate over an iterable dataset: it has no position",
+            hint="give steps() the loader as it was before accelerator.prepare(...)",
+        )
+    return _PlacedSource(loader, seed, 0)
+
+
 def _set_epoch(epoch: int, *owners: Any) -> None:
     seen: set[int] = set()
     for owner in owners:
         if id(owner) not in seen and callable(getattr(owner, "set_epoch", None)):
             owner.set_epoch(epoch)
         seen.add(id(owner))
+
+
+def _chain(sampler: Any) -> Iterator[Any]:
+    """A (batch) sampler and those that it draws from."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
 
 def _length(loader: Any) -> int | None:
@@ -219,6 +240,16 @@ class _SeededBatches(_Seeded):
         return self.inner.__getitems__([ref.index for ref in refs])
 
 
+_SEEDED: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
+"""The user's seed of each generator, and what we last seeded it with: a second loop over the same loader must find the
+first, as a process that is resumed in that loop does."""
+
+
+def _base_seed(generator: torch.Generator) -> int:
+    base, ours = _SEEDED.get(generator, (0, None))
+    return base if generator.initial_seed() == ours else generator.initial_seed()
+
+
 class _Order:
     """A (batch) sampler that starts anywhere in an epoch and stamps each index with the epoch."""
 
@@ -227,11 +258,8 @@ class _Order:
         self._batched = batched
         self._seed = seed
         self._rank = rank
-        self._own = {
-            id(g): (g, g.initial_seed())
-            for g in (getattr(s, "generator", None) for s in (inner, getattr(inner, "sampler", None)))
-            if isinstance(g, torch.Generator)
-        }
+        found = (getattr(sampler, "generator", None) for sampler in _chain(inner))
+        self._own = {id(g): (g, _base_seed(g)) for g in found if isinstance(g, torch.Generator)}
         self.epoch = 0
         self.skip = 0
 
@@ -242,8 +270,9 @@ class _Order:
         return self._walk(self.epoch, self.skip)
 
     def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
-        for generator, seed in self._own.values():
-            generator.manual_seed(order_seed(seed, epoch, 0))
+        for generator, base in self._own.values():
+            generator.manual_seed(order_seed(base, epoch, 0))
+            _SEEDED[generator] = (base, generator.initial_seed())
         # Samplers without a generator draw from the default ones, most of them at their first index.
         with isolated():
             seed_all(order_seed(self._seed, epoch, self._rank))
@@ -306,7 +335,9 @@ class MapSource:
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without loading its first ``skip`` batches."""
         user = self._user
-        _set_epoch(epoch, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None))
+        _set_epoch(
+            epoch, user, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None)
+        )
         self._order.epoch, self._order.skip = epoch, skip
         self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
         if not self._loader.persistent_workers:
@@ -326,6 +357,16 @@ class MapSource:
         """Stop loader workers."""
         _shut(self._iterator)
         self._iterator = None
+
+
+class _PlacedSource(MapSource):
+    """The same for accelerate's loaders, which put batches on the device."""
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """As :meth:`MapSource.open`."""
+        device = getattr(self._user, "device", None)
+        for batch in super().open(epoch, skip):
+            yield batch if device is None else tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
 
 
 class StatefulSource:

@@ -56,7 +56,8 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
         UnsupportedError: an optimizer that communicates inside its step, or that runs inside backward.
         UsageError: not optimizers.
     """
-    named = cast(dict[str, Optimizer], by_name(value, "optimizer", lambda o: isinstance(o, Optimizer)))
+    given = by_name(value, "optimizer", lambda o: isinstance(o, Optimizer))
+    named = cast(dict[str, Optimizer], {name: _inner(optimizer) for name, optimizer in given.items()})
     for name, optimizer in named.items():
         for base in type(optimizer).__mro__:
             if base.__name__ in COMMUNICATING:
@@ -66,6 +67,13 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
                     hint=COMMUNICATING[base.__name__],
                 )
     return named
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper: hooks see that one."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
