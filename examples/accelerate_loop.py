@@ -3,7 +3,7 @@
     pip install 'holdfast[torch]' accelerate scikit-learn
     holdfast run --nproc-per-node 4 examples/accelerate_loop.py        # then kill -9 any worker
 
-Holdfast adds three lines and takes the place of the two loops over epochs and batches.
+Holdfast adds: import holdfast; with holdfast.session(...) as s; for step in s.steps(...); with step as batch.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if step.number % 20 == 19:
+            if step.committed and step.number % 20 == 19:
                 accelerator.print(f"step {step.number + 1} epoch {step.epoch} loss {loss.item():.3f}")
     accelerator.end_training()
 

@@ -3,7 +3,7 @@
     pip install 'holdfast[hf]'
     holdfast run --nproc-per-node 4 examples/hf_trainer.py        # then kill -9 any worker
 
-Holdfast adds two lines, marked below: no resume flag, no checkpoint path.
+Holdfast adds: from holdfast.integrations.hf import protect; protect(trainer). No resume flag, no checkpoint path.
 """
 
 import argparse

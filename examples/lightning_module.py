@@ -3,7 +3,7 @@
     pip install 'holdfast[lightning]' scikit-learn
     holdfast run --nproc-per-node 4 examples/lightning_module.py        # then kill -9 any worker
 
-Holdfast adds one import and one callback, marked below.
+Holdfast adds: from holdfast.integrations.lightning import Holdfast; Trainer(callbacks=[Holdfast()]).
 """
 
 import argparse
