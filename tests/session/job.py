@@ -115,7 +115,7 @@ class Faults:
 
     def _at(self, spec: str, rank: int) -> int:
         at_rank, _, step = spec.partition("@")
-        return int(step) if at_rank and int(at_rank) == rank else -1
+        return int(step) if at_rank in ("all", str(rank)) else -1
 
     def run(self, step: int, marker: Path) -> None:
         """In the middle of a step."""

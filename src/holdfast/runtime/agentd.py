@@ -371,7 +371,7 @@ def read_death(
     path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
 ) -> MemberExited:
     """What a dead member left on its status page, as the event that reports its end."""
-    generation, step, phase, local = Generation(0, 0), 0, Phase.STARTING, b""
+    generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
     try:
         page = Page.open(path)
     except (OSError, ProtocolError):
@@ -380,6 +380,7 @@ def read_death(
         generation = Generation.unpack(page[Word.GENERATION])
         step, phase = page.state()
         local = page.read_local()[1]
+        staged = page[Word.STAGED]
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
         code = 0  # nobody could wait for it, but it said that it ended in order
@@ -394,6 +395,7 @@ def read_death(
         detail=phase.name.lower(),
         local=local,
         died_ns=died_ns,
+        staged_step=staged,
     )
 
 

@@ -30,7 +30,6 @@ from typing import Self
 import msgspec
 import numpy as np
 
-import holdfast
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StoreWriteError
 from holdfast.store.handover import (
@@ -68,7 +67,7 @@ class WriterProcess:
     def __init__(self, pool_fd: int) -> None:
         """Start it; the interpreter's own start goes on beside this process."""
         self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = [str(Path(holdfast.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
         with other:
             self._process = subprocess.Popen(
@@ -252,13 +251,14 @@ class BackgroundSaver:
     def _result(self, order: SaveOrder) -> Written | HoldfastError:
         """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
         how: list[str] = []
-        while len(how) < WRITERS_MAX:
+        for number in range(WRITERS_MAX):
+            if number > 0:
+                self._writer.tell(order)
             outcome = self._writer.answer(order.number)
             if outcome is not None:
                 return outcome.result()
             how.append(self._writer.end())
             self._writer = WriterProcess(self._pool.fd)
-            self._writer.tell(order)
         return StoreWriteError(
             f"the checkpoint is not written: {len(how)} writer processes ended one after the other ({', '.join(how)})",
             hint="see the log of this rank; was the machine out of memory?",
