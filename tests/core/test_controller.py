@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller

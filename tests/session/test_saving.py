@@ -56,7 +56,7 @@ def test_all_ranks_killed_while_a_save_is_in_flight_go_on_from_it(
 ) -> None:
     """The only checkpoint there is has not been written yet when the last process that held the state dies."""
     slow_disk(0.5)
-    got = start("holdfast", tmp_path, "--layout", "ddp", "--save-every", "4", "--die", "all@4")
+    got = start("holdfast", tmp_path, "--layout", "ddp", "--save-every", "4", "--die-all", "4")
     assert got.code == 0, got.output
     assert "resumed at step 4" in got.output
     assert got.digests == bare("ddp").digests
