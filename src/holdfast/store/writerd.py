@@ -1,9 +1,9 @@
 """The writer process of one worker: writes what the worker staged, and survives it.
 
 ``python -m holdfast.store.writerd SOCKET_FD POOL_FD WORKER_PID``, started by ``store/background.py`` in a session of
-its own. It takes one order after the other. When the worker is gone (its socket is closed, or its process ended) it does
-the order that is still in the socket, if any, and leaves. Signals that end a job politely are the worker's to answer:
-a writer that obeyed them would drop a save that is nearly done.
+its own. It takes one order after the other. When the worker is gone (its socket is closed, or its process ended) it
+does the order that is still in the socket, if any, and leaves. Signals that end a job politely are answered by the
+worker: a writer that obeyed them would drop a save that is nearly done.
 """
 
 from __future__ import annotations
