@@ -34,14 +34,17 @@ class Launched:
 
     Args:
         folder: working directory.
-        arguments: after ``holdfast run --run-id t``.
+        arguments: after ``holdfast run --run-id NAME``.
         env: added to the environment.
+        name: of the run.
     """
 
-    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, env: dict[str, str] | None = None, name: str = "t"
+    ) -> None:
         self.folder = folder
-        self.run = folder / "runs" / "t"
-        command = [str(Path(sys.executable).parent / "holdfast"), "run", "--run-id", "t", *arguments]
+        self.run = folder / "runs" / name
+        command = [str(Path(sys.executable).parent / "holdfast"), "run", "--run-id", name, *arguments]
         folder.mkdir(parents=True, exist_ok=True)
         self._out = (folder / "out.log").open("wb")
         self.process = subprocess.Popen(

@@ -89,6 +89,9 @@ class Adapter(Protocol):
     def detach(self) -> None:
         """Remove what :meth:`attach` installed."""
 
+    def is_fault(self, error: BaseException) -> bool:
+        """``error``, raised inside a block, is the framework's way to say that a peer is lost."""
+
     # ---- state
     def collect(self, *, frozen: bool = False) -> Collected:
         """The state now, or (``frozen``) at the start of the current step. Callable from any thread."""

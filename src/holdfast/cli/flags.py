@@ -105,7 +105,7 @@ FLAGS: tuple[Flag, ...] = (
     _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
     _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
-    _own("--framework", "text", "framework of the script: torch or mindspore", "torch"),
+    _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),

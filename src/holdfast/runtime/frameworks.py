@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from holdfast.errors import ScriptError
 
-FrameworkName = Literal["torch", "mindspore"]
+FrameworkName = Literal["torch", "mindspore", "tensorflow"]
 
 
 class Framework(NamedTuple):
@@ -50,6 +50,13 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
             "holdfast.mindspore",
             "holdfast.adapters.mindspore.start",
         ),
+    ),
+    "tensorflow": Framework(
+        "tensorflow",
+        "tensorflow-cpu",
+        "holdfast.adapters.tensorflow.start",
+        # Not holdfast.tensorflow: it loads Keras, and a script may still say which (TF_USE_LEGACY_KERAS).
+        ("tensorflow", "holdfast.adapters.tensorflow.adapter", "holdfast.adapters.tensorflow.start"),
     ),
 }
 COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker")

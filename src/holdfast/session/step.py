@@ -252,7 +252,9 @@ class Blocks:
             return True
         if self._rank.client is None:  # nobody could order a retry
             return False
-        return isinstance(error, Exception) and (self._adapter.poisoned or self._rank.fenced)
+        if not isinstance(error, Exception):
+            return False
+        return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 
     def _give_up(self) -> None:
         """The user's own exception goes up."""

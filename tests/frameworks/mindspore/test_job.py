@@ -90,8 +90,7 @@ def test_graceful_exit_asked_of_one_rank(tmp_path: Path, undisturbed: set[str], 
         for kind in ("ckpt", "mindir"):
             assert (tmp_path / f"rank_{rank}" / f"Net_train.{kind}").stat().st_size > 0
     # The same command goes on at the next step, and the file that asked does not stop it again.
-    (tmp_path / "runs" / "t").rename(tmp_path / "before")
-    with Launched(tmp_path, *RUN, JOB, env=env) as run:
+    with Launched(tmp_path, *RUN, JOB, env=env, name="u") as run:
         assert run.wait() == 0, run.output
         assert digests(run) == undisturbed
         assert "step 9\n" not in run.logs()

@@ -119,6 +119,14 @@ class MindSporeAdapter:
         if self._mesh is not None:
             self._mesh.close()
 
+    def is_fault(self, error: BaseException) -> bool:
+        """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
+        broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
+        if broken and not self.mesh.poisoned:
+            self.mesh.poison("MindSpore's AllReduce failed")
+            self.mesh.on_fault("MindSpore's AllReduce failed")
+        return broken
+
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
         """The gate: sum, vote; after a fault again, with the gradients at hand."""
         if self._hooks is None:

@@ -108,6 +108,10 @@ class TorchAdapter:
         self._fabric.on_collective(None)
         self._sync.close()
 
+    def is_fault(self, error: BaseException) -> bool:
+        """False: a broken collective of ours has poisoned the process, which says it already."""
+        return False
+
     def _watch_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._backward_seen:
             return

@@ -1,0 +1,172 @@
+"""TensorFlow 2: ``fit`` in the place of ``model.fit``, or a session for a loop of your own.
+
+    import holdfast.tensorflow
+    holdfast.tensorflow.fit(model, dataset, epochs=3, steps_per_epoch=100, strategy=strategy, checkpoint="ckpts/")
+
+Every committed step is kept on the host; a lost worker costs the step in flight, and all workers come back by
+themselves with a new cluster. See docs/tensorflow.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from holdfast.adapters.base import Adapter
+from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place
+from holdfast.adapters.tensorflow.data import Source, dataset_of
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.session.api import configure_logging
+from holdfast.session.session import Session, Settings
+from holdfast.session.step import Step
+
+__all__ = ["callback", "fit", "session"]
+
+STEPS_MAX = 2**62
+
+
+def session(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    strategy: Any = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str = "auto",
+    seed: int = 0,
+    save_every_steps: int | None = None,
+    save_every_s: float | None = None,
+    keep: int = 3,
+    state: dict[str, Any] | None = None,
+    exit_file: str | os.PathLike[str] | None = None,
+    grace_s: float | None = None,
+) -> Session:
+    """A session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: ...``.
+
+    Args:
+        model: a built Keras model, made in the strategy's scope.
+        optimizer: its optimizer; ``model.optimizer`` by default.
+        strategy: ``MultiWorkerMirroredStrategy``; None for one process.
+        checkpoint, resume, seed, save_every_steps, save_every_s, keep, exit_file, grace_s: as ``holdfast.session``.
+        state: plain values that travel in checkpoints.
+
+    Raises (when it is entered):
+        UnsupportedError: TensorFlow's version, strategy or device.
+        As ``holdfast.session`` otherwise.
+    """
+    configure_logging()
+    settings = Settings(
+        checkpoint=checkpoint,
+        resume=resume,
+        seed=seed,
+        save_every_steps=save_every_steps,
+        save_every_s=save_every_s,
+        keep=keep,
+        exit_file=exit_file,
+        grace_s=grace_s,
+    )
+    extras = {} if state is None else state
+
+    def adapter() -> Adapter:
+        chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if chosen is None:
+            raise UsageError(
+                "the model has no optimizer", hint="compile the model, or session(model, optimizer)"
+            )
+        return TensorFlowAdapter(model, chosen, strategy, extras, settings.seed)
+
+    return Session(adapter, extras, settings)
+
+
+def callback(opened: Session) -> Any:
+    """A Keras callback that makes each batch of ``fit`` a step of the session; the first in the list of callbacks."""
+    return _Steps(opened)
+
+
+class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Opens and commits steps."""
+
+    def __init__(self, opened: Session) -> None:
+        super().__init__()
+        self._session = opened
+        self._steps: Iterator[Step] = opened.steps(until=STEPS_MAX)
+        self.open: Step | None = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Open the step."""
+        step = next(self._steps)
+        step.__enter__()
+        self.open = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Vote and commit; stop when all have agreed to leave."""
+        step, self.open = self.open, None
+        assert step is not None
+        step.__exit__(None, None, None)
+        if self._session.exiting:
+            self.model.stop_training = True
+
+
+def fit(
+    model: Any,
+    dataset: Source,
+    *,
+    epochs: int = 1,
+    steps_per_epoch: int,
+    callbacks: Sequence[Any] = (),
+    strategy: Any = None,
+    fit_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """``model.fit(dataset, epochs=..., steps_per_epoch=...)``, protected: resumes at the next batch by itself.
+
+    Args:
+        model: compiled and built, in the strategy's scope.
+        dataset: of one epoch (or endless), or a function epoch -> dataset.
+        epochs: the final epoch, whatever was done before.
+        steps_per_epoch: batches per epoch.
+        callbacks: Keras callbacks.
+        strategy: see :func:`session`.
+        fit_options: further arguments of ``model.fit``.
+        options: of :func:`session`.
+
+    Raises:
+        UnsupportedError: Keras 3 with several workers: its ``fit`` does not work with MultiWorkerMirroredStrategy.
+        SystemExit: with code 75 after a graceful exit.
+    """
+    if place()[1] > 1 and not type(model).__module__.startswith("tf_keras") and not _is_legacy(model):
+        raise UnsupportedError(
+            "fit of Keras 3 does not work with MultiWorkerMirroredStrategy; supported is tf_keras",
+            hint="pip install tf_keras, TF_USE_LEGACY_KERAS=1; or a loop of your own with holdfast.tensorflow.session",
+        )
+    with session(model, strategy=strategy, **options) as opened:
+        steps = callback(opened)
+        try:
+            while opened.step < epochs * steps_per_epoch and not opened.exiting:
+                epoch, batch = divmod(opened.step, steps_per_epoch)
+                model.fit(
+                    _rest(dataset, epoch, batch, steps_per_epoch),
+                    epochs=epoch + 1,
+                    initial_epoch=epoch,
+                    steps_per_epoch=steps_per_epoch - batch,
+                    callbacks=[steps, *callbacks],
+                    **(fit_options or {}),
+                )
+        except BaseException as error:
+            if steps.open is None or not steps.open.__exit__(type(error), error, error.__traceback__):
+                raise
+
+
+def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
+    """What is left of an epoch: an endless dataset goes on where it was, another begins anew in each epoch."""
+    dataset = dataset_of(source, epoch)
+    if isinstance(source, tf.data.Dataset) and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        return dataset.skip(epoch * steps_per_epoch + batch)
+    return dataset.skip(batch)
+
+
+def _is_legacy(model: Any) -> bool:
+    """True when some base class of the model is tf_keras'."""
+    return any(base.__module__.startswith("tf_keras") for base in type(model).__mro__)
