@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
@@ -134,6 +135,7 @@ class Job:
             detail=how.get("detail", "backward"),
             local=b'{"at": 5}',
             died_ns=int((self.now + 0.009) * 1e9),
+            staged_step=how.get("staged_step", 0),
         )
         self.post(event)
 
@@ -367,6 +369,16 @@ def test_a_failed_worker_that_stays_is_killed() -> None:
     assert "failing:2" in timers
     job.post(Tick(name="failing:2"))
     assert [k.member_id for k in job.sent(KillMember)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("staged_step", "action"), [(4, "restart_checkpoint"), (0, "stop_nothing_to_resume")]
+)
+def test_when_all_die_a_save_in_flight_is_worth_waiting_for(staged_step: int, action: str) -> None:
+    job = Job().up()
+    for rank in range(3):
+        job.exit(rank, signal=9, staged_step=staged_step)
+    assert job.record("verdict")["action"] == action
 
 
 def test_graceful_exit_is_told_agreed_and_coded() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ class Faults:
         self.cut = self._at(arguments.cut, rank)
         self.die = self._at(arguments.die, rank)
         self.ask = self._at(arguments.ask_exit, rank)
+        self.die_all = arguments.die_all
 
     def _at(self, spec: str, rank: int) -> int:
         at_rank, _, step = spec.partition("@")
@@ -126,9 +128,21 @@ class Faults:
         if step == self.die and not marker.exists():
             marker.write_text("")
             os.kill(os.getpid(), 9)
+        if step == self.die_all and not marker.exists():
+            marker.write_text(str(os.getpid()))
+            self._kill_all(marker.parent)
         if step == self.ask and not marker.exists():
             marker.write_text("")
             os.kill(os.getpid(), 12)
+
+    def _kill_all(self, place: Path) -> None:
+        """Rank 0 kills everybody at once, when all are there; nobody is left to tell of the fault."""
+        while len(markers := sorted(place.glob("fault-*"))) < 4 or not all(m.read_text() for m in markers):
+            time.sleep(0.001)
+        if markers[0].read_text() == str(os.getpid()):
+            for marker in reversed(markers):
+                os.kill(int(marker.read_text()), 9)
+        time.sleep(60)
 
 
 def main() -> None:
@@ -142,6 +156,7 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--die", default="")
+    parser.add_argument("--die-all", type=int, default=-1)
     parser.add_argument("--ask-exit", default="")
     arguments = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

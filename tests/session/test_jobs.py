@@ -68,20 +68,6 @@ def events(where: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("kind") == kind]
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """The undisturbed bare run of a layout, started once."""
-    known: dict[str, Result] = {}
-
-    def run(layout: str) -> Result:
-        if layout not in known:
-            known[layout] = start("torchrun", tmp_path_factory.mktemp("bare"), "--bare", "--layout", layout)
-            assert known[layout].code == 0, known[layout].output
-        return known[layout]
-
-    return run
-
-
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
 def test_cut_connections_are_answered_in_place(
     tmp_path: Path, bare: Callable[[str], Result], layout: str

@@ -273,6 +273,7 @@ class MemberExited(Message, frozen=True):
     detail: str = ""  # phase name on the page, e.g. "backward"
     local: bytes = b""  # rank-local values (JSON) of the last committed step
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
+    staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
 
 
 class Assignment(msgspec.Struct, frozen=True):

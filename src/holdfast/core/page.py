@@ -39,6 +39,7 @@ class Word(IntEnum):
     TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see runtime/page.py)
     FLAGS = 13
     REPEATED = 14  # blocks that ran again after an abort
+    STAGED = 15  # newest step whose share lies with the writer process: it is saved even if this process ends; 0: none
 
 
 class Phase(IntEnum):

@@ -75,7 +75,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     all_alive: bool  # every member lives
     all_sound: bool  # and stands at ``step`` or can be brought there, none finished before the others
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
-    checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge
+    checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
     failures: tuple[Failure, ...] = ()
 
 

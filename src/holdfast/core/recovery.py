@@ -353,7 +353,9 @@ class Recovery:
             all_alive=all(m.alive for m in members),
             all_sound=decided.step is not None and decided.sound and len(finished) in (0, len(members)),
             uncovered=self._why_uncovered(decided),
-            checkpoint_known=job.sealed_step >= 0 or job.base_step > 0,
+            checkpoint_known=job.sealed_step >= 0
+            or job.base_step > 0
+            or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
             failures=self._failures(),
         )
 

@@ -48,7 +48,15 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.kv import KvServer
 from holdfast.runtime.page import Page
-from holdfast.runtime.procs import Processes, belongs, recorded_members, sweep, wait_gone
+from holdfast.runtime.procs import (
+    Processes,
+    belongs,
+    recorded_members,
+    sweep,
+    wait_gone,
+    wait_written,
+    writers,
+)
 from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -59,6 +67,7 @@ LOCK_WAIT_S = 5.0
 LINGER_S = 1.0
 LAST_WORDS_S = 0.2
 LIBRARY_LINGER_S = 10.0
+WRITERS_WAIT_S = 60.0
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
@@ -91,6 +100,7 @@ class AgentDaemon:
         self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
         self._exited: set[MemberId] = set()
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
+        self._waiting: asyncio.Task[None] | None = None
         self._kv = KvServer(run.pages() / "kv.log")
         config = AgentConfig(
             node_id=self._node_id, slots=self._settings.nproc, pid=os.getpid(), grace_s=self._settings.grace_s
@@ -140,6 +150,8 @@ class AgentDaemon:
     async def _end(self, server: asyncio.Server) -> None:
         """Leave nothing behind: processes, pages, endpoints."""
         self._driver.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
         await self._procs.end(kill=not self._settings.library)
         await self._controller.end()
         server.close()
@@ -148,6 +160,8 @@ class AgentDaemon:
             counts = [f"{reason}: {count}" for reason, count in sorted(self._hub.refused.items())]
             self._journal.append("frames_refused", {"counts": counts})
         if not self._settings.library:
+            if self._over.result() != Exit.INTERRUPTED:
+                await wait_written(self._run, WRITERS_WAIT_S)
             left = sweep(self._run)
             if left:
                 self._journal.append("leftovers_killed", {"pids": left})
@@ -313,13 +327,26 @@ class AgentDaemon:
 
     def _act(self, message: object) -> None:
         if isinstance(message, StartMembers):
-            self._start(message)
+            if message.resume or not writers(self._run):
+                self._start(message)
+            else:
+                self._waiting = asyncio.get_running_loop().create_task(self._start_when_written(message))
         elif isinstance(message, KillMember):
             self._procs.kill(message.member_id, message.grace_s)
         elif isinstance(message, EndRun):
             self._finish(message.code)
         else:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
+
+    async def _start_when_written(self, order: StartMembers) -> None:
+        """Nothing newer than what the dead workers' writers hold may exist: the new ones must find it sealed."""
+        since = time.monotonic()
+        pids = writers(self._run)
+        left = await wait_written(self._run, WRITERS_WAIT_S)
+        waited_s = round(time.monotonic() - since, 3)
+        self._journal.append("writers_awaited", {"pids": pids, "left": left, "waited_s": waited_s})
+        if not self._over.done():
+            self._start(order)
 
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation; those of the one before are gone when this is asked."""
@@ -344,7 +371,7 @@ def read_death(
     path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
 ) -> MemberExited:
     """What a dead member left on its status page, as the event that reports its end."""
-    generation, step, phase, local = Generation(0, 0), 0, Phase.STARTING, b""
+    generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
     try:
         page = Page.open(path)
     except (OSError, ProtocolError):
@@ -353,6 +380,7 @@ def read_death(
         generation = Generation.unpack(page[Word.GENERATION])
         step, phase = page.state()
         local = page.read_local()[1]
+        staged = page[Word.STAGED]
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
         code = 0  # nobody could wait for it, but it said that it ended in order
@@ -367,6 +395,7 @@ def read_death(
         detail=phase.name.lower(),
         local=local,
         died_ns=died_ns,
+        staged_step=staged,
     )
 
 

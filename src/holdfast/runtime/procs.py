@@ -40,6 +40,7 @@ STATUS_WAIT_S = 0.5
 ZYGOTE_START_S = 60.0
 QUIT_WAIT_S = 1.0
 POLL_S = 0.01
+WRITER_MODULE = b"holdfast.store.writerd"
 
 
 class Life:
@@ -421,6 +422,28 @@ def belongs(pid: int, run: RunDir) -> bool:
         return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def writers(run: RunDir) -> list[int]:
+    """Processes that still write a checkpoint for a worker of this run, dead or alive (``store/writerd.py``)."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and belongs(int(entry), run):
+            try:
+                command = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has ended
+            if WRITER_MODULE in command:
+                found.append(int(entry))
+    return found
+
+
+async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
+    """Let the saves in flight of dead workers end; returns the writers that are not done after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    for pid in writers(run):
+        await wait_gone(pid, max(0.0, deadline - time.monotonic()))
+    return writers(run)
 
 
 def sweep(run: RunDir) -> list[int]:

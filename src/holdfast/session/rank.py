@@ -340,6 +340,11 @@ class Rank:
         with self.changed:
             self._wait(lambda: self._resume is not None)
 
+    def staged(self, step: int) -> None:
+        """A writer process has this rank's share of a save of ``step``."""
+        if self.client is not None:
+            self.client.page[Word.STAGED] = step
+
     def repeated(self) -> None:
         """A block ran that did not count."""
         if self.client is not None:

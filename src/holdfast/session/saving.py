@@ -163,6 +163,7 @@ class Saver:
         values, own = self._values(collected), {rank: self._locals()}
         if not wait:
             staged = self._background.save(root, save_id, catalogue, made, rank, collected, values, own)
+            self._rank.staged(save_id.step)
             self._stalls[save_id] = staged.stall_s + staged.waited_s
             self.saved_step = save_id.step
             return False

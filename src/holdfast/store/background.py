@@ -1,17 +1,24 @@
-"""Saving beside the training: copy the share into a warm buffer, release the step, write from a thread.
+"""Saving beside the training: copy the share into shared memory, release the step, let another process write it.
 
-Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The buffer is
-reused, since a copy into fresh pages costs several times as much. One save is in flight at a time: when the disk
-is slower than the save interval, the next save waits or is put off (``busy``), the training step never is.
+Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is
+reused, since a copy into fresh pages costs several times as much. The writer is a process in a session of its own:
+when this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the
+same job again from the same memory. One save is in flight at a time: when the disk is slower than the save interval,
+the next save is put off (``busy``), the training step never is.
 
 Invariants:
-1. What is written is the state at the call: tensors are copied and values snapshotted before ``save`` returns.
-2. Every accepted save ends in exactly one call of ``done``, from the writer thread.
+1. What is written is the state at the call: tensors are copied and values encoded before ``save`` returns.
+2. Every accepted save ends in exactly one call of ``done``, from the watching thread.
+3. From the moment ``save`` returns, the checkpoint does not need this process any more.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,12 +31,23 @@ import msgspec
 import numpy as np
 
 from holdfast.core.ids import SaveId
-from holdfast.errors import HoldfastError, InternalError
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.plan import Plan, WriteItem
-from holdfast.store.values import decode_values, encode_values
-from holdfast.store.writer import TensorSource, Written, part_bytes, write_share
+from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.handover import (
+    MESSAGE_SIZE_BYTES_MAX,
+    Pin,
+    Pool,
+    SaveJob,
+    SaveOrder,
+    SaveOutcome,
+    StagedPart,
+)
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Catalogue
+from holdfast.store.plan import Plan
+from holdfast.store.values import encode_values
+from holdfast.store.writer import TensorSource, Written, part_bytes
 
+WRITERS_MAX = 3
+END_TIMEOUT_S = 10.0
 _ALIGNMENT = 64
 
 Done = Callable[[SaveId, Written | HoldfastError], None]
@@ -43,66 +61,91 @@ class Staged(msgspec.Struct, frozen=True):
     waited_s: float
 
 
-class StagingBuffer:
-    """Copies of the parts that a rank writes, in one reused allocation; a tensor source for the plan it returns."""
+class WriterProcess:
+    """A running ``store/writerd.py`` that reads the pool of ``pool_fd``."""
 
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._parts: dict[tuple[str, Box], memoryview] = {}
+    def __init__(self, pool_fd: int) -> None:
+        """Start it; the interpreter's own start goes on beside this process."""
+        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "holdfast.store.writerd"]
+                + [str(number) for number in (other.fileno(), pool_fd, os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                pass_fds=(other.fileno(), pool_fd),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._poller = select.poll()
+        self._end = os.pidfd_open(self.pid)
+        for fd in (self._line.fileno(), self._end):
+            self._poller.register(fd, select.POLLIN)
 
-    def stage(self, catalogue: Catalogue, plan: Plan, rank: int, source: TensorSource) -> tuple[Plan, int]:
-        """Copy the share of ``rank``; returns the plan that writes it from here, and its size in bytes.
+    def tell(self, order: SaveOrder) -> None:
+        """Give an order; never blocks. Whether it is alive shows in :meth:`answer`."""
+        try:
+            self._line.send(msgspec.msgpack.encode(order), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except (BrokenPipeError, ConnectionResetError):
+            return
 
-        Raises:
-            StateError: the source offers another number of bytes than its box has.
-        """
-        items = plan.items(rank)
-        sizes = [i.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[i.fqn].dtype] for i in items]
-        memory = self._grown(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-        self._parts = {}
-        offset = 0
-        for item, size_bytes in zip(items, sizes, strict=True):
-            goal = memory[offset : offset + size_bytes]
-            if size_bytes:
-                data = part_bytes(item, source, size_bytes // item.part.numel)
-                # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
-                np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
-            self._parts[item.fqn, item.part] = goal
-            offset += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        own = tuple(WriteItem(i.fqn, i.part, i.part) for i in items)
-        return msgspec.structs.replace(plan, shares={rank: own}), sum(sizes)
+    def answer(self, number: int) -> SaveOutcome | None:
+        """Wait for the outcome of one order; None when the process ended without one."""
+        while True:
+            ready = [fd for fd, _ in self._poller.poll()]
+            data = self._receive() if self._line.fileno() in ready else b""
+            if not data:
+                return None
+            outcome = msgspec.msgpack.decode(data, type=SaveOutcome)
+            if outcome.number == number:
+                return outcome
 
-    def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of a staged part (``TensorSource``)."""
-        return self._parts[fqn, box]
+    def end(self) -> str:
+        """Close the line, which ends an idle writer, and wait for it; returns how it ended. Twice is harmless."""
+        if self._line.fileno() >= 0:
+            self._line.close()
+            os.close(self._end)
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
-    def _grown(self, size_bytes: int) -> memoryview:
-        if self._memory is None or len(self._memory) < size_bytes:
-            self._parts = {}
-            self._memory = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
-        return memoryview(self._memory)
+    def _receive(self) -> bytes:
+        try:
+            return self._line.recv(MESSAGE_SIZE_BYTES_MAX)
+        except ConnectionResetError:
+            return b""
 
 
 class BackgroundSaver:
-    """Stages and writes checkpoints one at a time (a context manager)."""
+    """Stages checkpoints and has them written, one at a time (a context manager)."""
 
-    def __init__(self, done: Done, *, threads: int = 1) -> None:
+    def __init__(self, done: Done, *, threads: int = 1, pin: Pin | None = None) -> None:
         """Prepare.
 
         Args:
-            done: told the result of each save (what was written, or the typed error), in the writer thread.
+            done: told the result of each save (what was written, or the typed error), in the watching thread.
             threads: extents hashed and written at the same time.
+            pin: makes the staging memory fast to copy into (see ``handover.Pin``).
         """
         self._done = done
         self._threads = threads
-        self._buffer = StagingBuffer()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._pin = pin
+        self._jobs: SimpleQueue[tuple[SaveId, SaveOrder] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
+        self._orders = 0
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._work, name="holdfast-save", daemon=True)
+        self._pool = Pool(self._pin)
+        self._writer = WriterProcess(self._pool.fd)
+        self._thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
         self._thread.start()
         return self
 
@@ -116,16 +159,23 @@ class BackgroundSaver:
         """True while a save is in flight: a policy puts the next periodic save off."""
         return not self._idle.is_set()
 
+    @property
+    def writer_pid(self) -> int:
+        """The writer process (another one after it was killed)."""
+        return self._writer.pid
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight; False when the time ran out."""
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish the save in flight and end the thread; twice is harmless."""
+        """Finish the save in flight and end the writer; twice is harmless."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+            self._writer.end()
+            self._pool.close()
 
     def save(
         self,
@@ -142,46 +192,85 @@ class BackgroundSaver:
 
         Raises:
             StateError: a value cannot be saved, or the source is inconsistent; nothing is in flight then.
+            StoreWriteError: there is no memory for the copy; nothing is in flight then.
         """
         if self._thread is None:
             raise InternalError("BackgroundSaver is used outside its with block")
         started_s = time.perf_counter()
         self._idle.wait()
         copied_s = time.perf_counter()
-        common = decode_values(encode_values(dict(values)))
-        assert isinstance(common, dict)
-        own = {r: decode_values(encode_values(v, f"locals of rank {r}")) for r, v in locals_.items()}
-        staged_plan, size_bytes = self._buffer.stage(catalogue, plan, rank, source)
+        parts, size_bytes = _places(catalogue, plan, rank)
+        job = SaveJob(
+            root=str(root),
+            save_id=save_id,
+            catalogue=catalogue.to_json(),
+            sources=plan.sources,
+            copies=plan.copies,
+            rank=rank,
+            parts=parts,
+            values=encode_values(dict(values)),
+            locals_={r: encode_values(v, f"locals of rank {r}") for r, v in locals_.items()},
+            threads=self._threads,
+        )
         self._idle.clear()
+        try:
+            self._hand_over(save_id, job, plan, size_bytes, source)
+        except BaseException:
+            self._idle.set()
+            raise
+        copied = sum(part.size_bytes for part in parts)
+        return Staged(copied, time.perf_counter() - copied_s, copied_s - started_s)
 
-        def job() -> None:
-            result: Written | HoldfastError
-            try:
-                result = write_share(
-                    root,
-                    save_id,
-                    catalogue,
-                    staged_plan,
-                    rank,
-                    self._buffer,
-                    common,
-                    own,
-                    threads=self._threads,
-                )
-            except HoldfastError as error:
-                result = error
-            except Exception as error:
-                result = InternalError(f"saving {save_id} failed: {type(error).__name__}: {error}")
-                result.__cause__ = error
-            self._done(save_id, result)
+    def _hand_over(
+        self, save_id: SaveId, job: SaveJob, plan: Plan, size_bytes: int, source: TensorSource
+    ) -> None:
+        description = msgspec.msgpack.encode(job)
+        memory = self._pool.memory(size_bytes + len(description))
+        for item, part in zip(plan.items(job.rank), job.parts, strict=True):
+            if part.size_bytes:
+                data = part_bytes(item, source, part.size_bytes // part.part.numel)
+                goal = memory[part.start : part.start + part.size_bytes]
+                # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
+                np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
+        memory[size_bytes : size_bytes + len(description)] = description
+        self._orders += 1
+        order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes)
+        self._writer.tell(order)
+        self._jobs.put((save_id, order))
 
-        self._jobs.put(job)
-        ended_s = time.perf_counter()
-        return Staged(size_bytes, ended_s - copied_s, copied_s - started_s)
+    # ------------------------------------------------------------ watching thread
 
-    def _work(self) -> None:
+    def _watch(self) -> None:
         while (job := self._jobs.get()) is not None:
+            save_id, order = job
             try:
-                job()
+                self._done(save_id, self._result(order))
             finally:
                 self._idle.set()
+
+    def _result(self, order: SaveOrder) -> Written | HoldfastError:
+        """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
+        how: list[str] = []
+        for number in range(WRITERS_MAX):
+            if number > 0:
+                self._writer.tell(order)
+            outcome = self._writer.answer(order.number)
+            if outcome is not None:
+                return outcome.result()
+            how.append(self._writer.end())
+            self._writer = WriterProcess(self._pool.fd)
+        return StoreWriteError(
+            f"the checkpoint is not written: {len(how)} writer processes ended one after the other ({', '.join(how)})",
+            hint="see the log of this rank; was the machine out of memory?",
+        )
+
+
+def _places(catalogue: Catalogue, plan: Plan, rank: int) -> tuple[tuple[StagedPart, ...], int]:
+    """Where each part of a share goes in the pool, and how many bytes they take."""
+    parts: list[StagedPart] = []
+    end = 0
+    for item in plan.items(rank):
+        size_bytes = item.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[item.fqn].dtype]
+        parts.append(StagedPart(item.fqn, item.part, end, size_bytes))
+        end += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(parts), end

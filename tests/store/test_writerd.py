@@ -1,0 +1,192 @@
+"""The writer process: it outlives its worker, is replaced when it dies, and is never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.background import WRITERS_MAX, BackgroundSaver
+from holdfast.store.handover import Pool, PoolReader, SaveOrder, SaveOutcome
+from holdfast.store.plan import plan
+from holdfast.store.reader import load_into
+from holdfast.store.root import Root
+from holdfast.store.validity import inspect
+from holdfast.store.writer import Written
+from tests.runtime.runs import exists, until
+from tests.store.worlds import World, random_array, replicated, save_id
+from tests.store.worlds import save as save_whole
+
+pytestmark = pytest.mark.processes
+
+REPOSITORY = Path(__file__).parents[2]
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from holdfast.store.background import BackgroundSaver
+from holdfast.store.plan import plan
+from tests.store.test_writerd import large
+from tests.store.worlds import save_id
+
+root, how = Path(sys.argv[1]), sys.argv[2]
+world = large()
+catalogue = world.catalogue()
+saver = BackgroundSaver(lambda _id, _result: None).__enter__()
+if how == "fork" and os.fork() == 0:
+    time.sleep(60)  # a loader process that holds the worker's end of the line open
+saver.save(root, save_id(2), catalogue, plan(catalogue, frozenset({0})), 0, world.state(0), {}, {0: {}})
+print(saver.writer_pid, flush=True)
+if how == "group":
+    os.killpg(0, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def large() -> World:
+    """24 MB in 3 tensors: enough for a kill to come first."""
+    return replicated(1, {f"w{i}": random_array((2000, 1000), "float32", i) for i in range(3)})
+
+
+@pytest.mark.parametrize("how", ["alone", "group", "fork"])
+def test_a_killed_worker_s_save_is_finished_and_the_writer_leaves(tmp_path: Path, how: str) -> None:
+    world = large()
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(tmp_path), how],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert worker.stdout is not None
+        writer_pid = int(worker.stdout.readline())
+        assert worker.wait(60) == -signal.SIGKILL
+        until("the writer is gone", lambda: not exists(writer_pid))
+    finally:
+        if how == "fork":
+            os.killpg(worker.pid, signal.SIGKILL)
+        if worker.stdout is not None:
+            worker.stdout.close()
+    found = inspect(tmp_path / save_id(2).directory(), deep=True)
+    assert found.valid and found.sealed, found.reason
+    state = world.state(0, empty=True)
+    load_into(found.path, state.targets())
+    world.check(state)
+
+
+def kill_writers(saver: BackgroundSaver, count: int, done: threading.Event) -> int:
+    """SIGKILL the writer, and those that follow it; returns how many were killed before the save was done."""
+    killed: list[int] = []
+    while len(killed) < count and not done.is_set():
+        pid = saver.writer_pid
+        if pid in killed:
+            done.wait(0.001)
+            continue
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+    return len(killed)
+
+
+@pytest.mark.parametrize("count", [1, WRITERS_MAX - 1, WRITERS_MAX])
+def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, count: int) -> None:
+    world = large()
+    catalogue, state = world.catalogue(), world.state(0)
+    shares = plan(catalogue, frozenset({0}))
+    save_whole(tmp_path, world, save_id(1))
+    results: dict[SaveId, Written | HoldfastError] = {}
+    done = threading.Event()
+
+    def told(done_id: SaveId, result: Written | HoldfastError) -> None:
+        results[done_id] = result
+        done.set()
+
+    with BackgroundSaver(told) as saver:
+        saver.save(tmp_path, save_id(2), catalogue, shares, 0, state, {}, {})
+        assert kill_writers(saver, count, done) == count
+        assert done.wait(60)
+        result = results[save_id(2)]
+        if count == WRITERS_MAX:
+            assert isinstance(result, StoreWriteError) and "killed by signal 9" in result.message
+            assert Root(tmp_path).newest_valid(deep=True).require().step == 1
+        else:
+            assert isinstance(result, Written) and result.sealed
+            assert Root(tmp_path).newest_valid(deep=True).require().step == 2
+        saver.save(tmp_path, save_id(3), catalogue, shares, 0, state, {}, {})
+        last = saver.writer_pid
+    if count == WRITERS_MAX:
+        assert not inspect(tmp_path / save_id(2).directory()).valid, (
+            "nobody went on with what was reported as failed"
+        )
+    assert isinstance(results[save_id(3)], Written), "the next save works"
+    assert not exists(last)
+
+
+def test_a_writer_killed_while_idle_costs_nothing(tmp_path: Path) -> None:
+    world = large()
+    catalogue, state = world.catalogue(), world.state(0)
+    results: dict[SaveId, Written | HoldfastError] = {}
+    with BackgroundSaver(results.__setitem__) as saver:
+        os.kill(saver.writer_pid, signal.SIGKILL)
+        until("it is gone", lambda: not exists(saver.writer_pid))
+        saver.save(tmp_path, save_id(2), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
+    assert isinstance(results[save_id(2)], Written)
+
+
+def test_polite_signals_do_not_end_a_writer(tmp_path: Path) -> None:
+    world = large()
+    catalogue, state = world.catalogue(), world.state(0)
+    results: dict[SaveId, Written | HoldfastError] = {}
+    with BackgroundSaver(results.__setitem__) as saver:
+        for step in (1, 2):
+            saver.save(tmp_path, save_id(step), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
+            saver.wait(60)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(saver.writer_pid, number)
+    assert all(isinstance(result, Written) for result in results.values()) and len(results) == 2
+
+
+def test_memory_is_reused_and_only_grows(tmp_path: Path) -> None:
+    sizes = []
+    with BackgroundSaver(lambda _id, _result: None) as saver:
+        for step, edge in enumerate((300, 100, 600)):
+            world = replicated(1, {"w": np.ones((edge, edge))})
+            catalogue = world.catalogue()
+            saver.save(
+                tmp_path, save_id(step), catalogue, plan(catalogue, frozenset({0})), 0, world.state(0), {}, {}
+            )
+            sizes.append(saver._pool.size_bytes)
+    assert 300 * 300 * 8 <= sizes[0] == sizes[1] < 600 * 600 * 8 <= sizes[2] < 600 * 600 * 8 + 100_000
+    for step, edge in enumerate((300, 100, 600)):
+        state = replicated(1, {"w": np.ones((edge, edge))}).state(0, empty=True)
+        load_into(tmp_path / save_id(step).directory(), state.targets())
+        assert (state.shards[0].array == 1).all()
+
+
+def test_orders_outside_the_pool_and_nonsense_in_it_are_refused() -> None:
+    pool = Pool()
+    memory = pool.memory(4096)
+    reader = PoolReader(pool.fd)
+    with pytest.raises(InternalError, match="not a save job"):
+        reader.job(SaveOrder(1, 0, 10, 4096))
+    for start, size_bytes in ((4000, 200), (-1, 5), (0, -1)):
+        with pytest.raises(InternalError, match="outside a pool"):
+            reader.job(SaveOrder(1, start, size_bytes, 4096))
+    with pytest.raises(InternalError, match="larger than its memory"):
+        reader.job(SaveOrder(1, 0, 10, 1 << 40))
+    memory.release()
+    pool.close()
+
+
+def test_outcomes_travel_with_their_class() -> None:
+    error = StoreWriteError("cannot write x: No space left on device", hint="free some space")
+    back = SaveOutcome.of(3, error).result()
+    assert isinstance(back, StoreWriteError) and (back.message, back.hint) == (error.message, error.hint)
+    strange = SaveOutcome(1, failed="SystemExit", message="boo").result()
+    assert isinstance(strange, InternalError) and "boo" in strange.message
+    assert SaveOutcome.of(1, Written(True, 5, 1.0, ("a",))).result() == Written(True, 5, 1.0, ())
