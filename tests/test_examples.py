@@ -41,7 +41,7 @@ def is_prose(line: str) -> bool:
     return line.startswith(("    holdfast ", "    pip ", "Holdfast adds: "))
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning"])
+@pytest.mark.parametrize("name", ["hf", "lightning", "megatron", "replay"])
 def test_integration_is_short(name: str) -> None:
     path = ROOT / "src" / "holdfast" / "integrations" / f"{name}.py"
     assert len(path.read_text().splitlines()) <= INTEGRATION_LINES_MAX

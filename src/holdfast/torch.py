@@ -1,12 +1,14 @@
 """Library mode: ``import holdfast.torch`` before torch.distributed is used installs the process groups.
 
-``holdfast run`` does the same for every worker; then this import changes nothing.
+``holdfast run`` does the same for every worker; then this import changes nothing. ``declare`` says where a plain tensor
+lies when it is a region of a larger one.
 """
 
 from __future__ import annotations
 
+from holdfast.adapters.torch.boxes import declare
 from holdfast.adapters.torch.groups import Fabric, GroupAborted, fabric, install, installed
 
-__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed"]
+__all__ = ["Fabric", "GroupAborted", "declare", "fabric", "install", "installed"]
 
 install()

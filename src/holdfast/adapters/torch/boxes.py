@@ -1,14 +1,15 @@
 """Which region of a global tensor this rank holds, and its bytes.
 
-A plain tensor is its own whole. A ``DTensor`` is cut by its placements, each mesh dimension in order; a strided
-placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an index range
-with the placement's own rule, so they are right for whatever the placement does.
+A plain tensor is its own whole, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
+tensor-parallel weights, a flat optimizer shard). A ``DTensor`` is cut by its placements, each mesh dimension in order;
+a strided placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an
+index range with the placement's own rule, so they are right for whatever the placement does.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,68 @@ class Part(NamedTuple):
     where: tuple[slice, ...]
 
 
+_DECLARED = "_holdfast_region"
+
+
+class Region(NamedTuple):
+    """Where a plain tensor lies: ``offsets`` in a global tensor of ``shape``, in elements."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
+    """Say that this rank's plain ``tensor`` is a region of a global tensor, before the session sees it.
+
+    Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape lies where it
+    lies.
+
+    Args:
+        tensor: a parameter or buffer, not a DTensor.
+        shape: of the global tensor, elements.
+        offsets: where ``tensor`` begins in it, elements.
+
+    Raises:
+        StateError: the region does not lie inside ``shape``.
+    """
+    region = Region(tuple(shape), tuple(offsets))
+    inside = len(region.shape) == len(region.offsets) == tensor.ndim and all(
+        0 <= at and at + size <= whole
+        for at, size, whole in zip(region.offsets, tensor.shape, region.shape, strict=True)
+    )
+    if isinstance(tensor, DTensor) or not inside:
+        raise StateError(
+            f"declare(): a {type(tensor).__name__} of {list(tensor.shape)} at {list(region.offsets)} is no region of "
+            f"{list(region.shape)}",
+            hint="declare(tensor, shape=of the global tensor, offsets=where this rank's part begins)",
+        )
+    setattr(tensor, _DECLARED, region)
+
+
+def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError for weights that Megatron split and nobody declared: their parts would pass for copies."""
+    for fqn, parameter in parameters.items():
+        if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _DECLARED):
+            raise StateError(
+                f"{fqn} is one part of a tensor-parallel weight, and nothing says which",
+                hint="holdfast.integrations.megatron.declare(model) before holdfast.session(...)",
+            )
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the tensor that ``tensor`` is, or is a region of."""
+    region: Region | None = getattr(tensor, _DECLARED, None)
+    return tuple(tensor.shape) if region is None else region.shape
+
+
+def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor``, declared to lie where ``like`` lies when it has that shape."""
+    region = getattr(like, _DECLARED, None)
+    if region is not None and tensor.shape == like.shape:
+        setattr(tensor, _DECLARED, region)
+    return tensor
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank, without autograd; shares storage."""
     with torch.no_grad():
@@ -62,7 +125,9 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return [Part(Box.whole(shape), tuple(slice(0, n) for n in shape))]
+        region: Region | None = getattr(tensor, _DECLARED, None)
+        box = Box.whole(shape) if region is None else Box(region.offsets, shape)
+        return [Part(box, tuple(slice(0, n) for n in shape))]
     if any(placement.is_partial() for placement in tensor.placements):
         raise StateError(
             f"{name}: a DTensor with a pending reduction ({tensor.placements}) cannot be saved",

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.adapters.torch.boxes import TORCH_DTYPES
+from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, placed
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
@@ -160,6 +160,15 @@ def _clone(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
+    """``leaf`` for state of ``parameter``: it lies where the parameter lies."""
+
+    def take(value: Any, path: str) -> Plain:
+        return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
+
+    return take
+
+
 class OptimizerState:
     """One optimizer's state under the names of the parameters it belongs to."""
 
@@ -185,7 +194,7 @@ class OptimizerState:
         return {
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
             "state": {
-                fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", leaf)
+                fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", _beside(p, leaf))
                 for fqn, p in self.fqns.items()
                 if p in state
             },
@@ -243,8 +252,8 @@ def allocate(
     shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None, *, on_cpu: bool = False
 ) -> torch.Tensor:
     """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device."""
-    if like is not None and tuple(shape) == tuple(like.shape) and not on_cpu:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
+        return placed(torch.empty_like(like, dtype=dtype, requires_grad=False), like)
     local = like._local_tensor if isinstance(like, DTensor) else like
     device = torch.device("cpu") if local is None or on_cpu else local.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)

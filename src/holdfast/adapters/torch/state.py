@@ -26,9 +26,12 @@ from holdfast.adapters.torch.boxes import (
     TORCH_DTYPES,
     Part,
     byte_view,
+    global_shape,
     is_direct,
     local_of,
     parts_of,
+    placed,
+    refuse_undeclared,
 )
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
@@ -97,7 +100,7 @@ class Collected:
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """What this rank holds."""
         metas = [
-            TensorMeta(fqn, DTYPES[tensor.dtype], tuple(tensor.shape), box)
+            TensorMeta(fqn, DTYPES[tensor.dtype], global_shape(tensor), box)
             for fqn, tensor in self.tensors.items()
             for box in self.parts(fqn)
         ]
@@ -130,6 +133,7 @@ class TorchState:
     ) -> None:
         self.names = names_of(model)
         refuse_in_backward(self.names.parameters)
+        refuse_undeclared(self.names.parameters)
         fqns = {id(p): fqn for fqn, p in self.names.parameters.items()}
         self.optimizers = {name: OptimizerState(name, o, fqns) for name, o in optimizers.items()}
         self.schedulers = by_name(schedulers, "scheduler", _has_state)
@@ -155,7 +159,7 @@ class TorchState:
         out = Collected()
         weights = {} if copies is None else copies.undo.weights()
         for fqn, parameter in self.names.parameters.items():
-            out.add(weights.get(id(parameter), parameter), fqn)
+            out.add(placed(weights.get(id(parameter), parameter), parameter), fqn)
         for slot in self.names.buffers:
             buffer = slot.get() if copies is None else copies.buffers.get(slot.fqn)
             if buffer is not None:
@@ -285,7 +289,7 @@ class Restore:
         for fqn, tensor in self.targets.items():
             local = local_of(tensor)
             for part in parts_of(tensor, fqn):
-                meta = TensorMeta(fqn, DTYPES[tensor.dtype], tuple(tensor.shape), part.box)
+                meta = TensorMeta(fqn, DTYPES[tensor.dtype], global_shape(tensor), part.box)
                 region = local[part.where]
                 if not is_direct(region):
                     staged = torch.empty(region.shape, dtype=region.dtype)

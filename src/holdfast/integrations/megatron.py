@@ -1,0 +1,45 @@
+"""Megatron-core: ``declare(model)`` tells the store which part of each weight this rank holds.
+
+Megatron marks a tensor-parallel weight (``tensor_model_parallel``, ``partition_dim``) and keeps a plain tensor of its
+part. Without a word, all parts of one name would be taken for copies of each other. Pipeline stages number their layers
+from 0: give the session each stage under a name of its own, ``model={f"stage{rank}": chunk}``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from holdfast.adapters.torch.boxes import declare as declare_region
+from holdfast.errors import UnsupportedError
+
+
+def declare(model: nn.Module, rank: int | None = None, world_size: int | None = None) -> None:
+    """Declare every tensor-parallel parameter of ``model``; before ``holdfast.session(model=model, ...)``.
+
+    Args:
+        model: with Megatron's marks on its parameters.
+        rank, world_size: in the tensor-parallel group; Megatron's own by default.
+
+    Raises:
+        UnsupportedError: a strided partition, whose parts are no boxes.
+    """
+    if rank is None or world_size is None:
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        world_size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in model.named_parameters():
+        marked: Any = parameter
+        if not getattr(marked, "tensor_model_parallel", False):
+            continue
+        if marked.partition_stride != 1:
+            raise UnsupportedError(
+                f"{name}: a partition of stride {marked.partition_stride} is not a box of the whole weight",
+                hint="weights with partition_stride=1; a gated MLP as two separate projections",
+            )
+        shape, offsets = list(parameter.shape), [0] * parameter.ndim
+        shape[marked.partition_dim] *= world_size
+        offsets[marked.partition_dim] = rank * parameter.shape[marked.partition_dim]
+        declare_region(parameter, shape, offsets)
