@@ -38,6 +38,7 @@ class LocalClient:
     generation = Generation(1, 1)
     rank = 0
     world_size = 1
+    shared: Path | None = None
 
     def __init__(self, server: KvServer) -> None:
         self._server = server

@@ -85,6 +85,7 @@ class Line:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
+        self.shared: Path | None = None  # set by a scenario: then votes go over a board
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock
         self._lock = threading.Lock()
@@ -275,7 +276,7 @@ class Worlds:
     """The fork server, from the side of a test."""
 
     def __init__(self, *modules: str, plain: bool = False) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
         if plain:
             env["WORLDS_PLAIN"] = "1"
         self._process = subprocess.Popen(

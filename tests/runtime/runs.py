@@ -22,6 +22,8 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 
 BOUND_S = 60.0
+SOURCE = Path(__file__).parents[2] / "src"
+"""The tests run the code beside them, wherever another copy is installed."""
 
 LOOP = """
 import sys, time
@@ -79,7 +81,7 @@ class Run:
             "raise ModuleNotFoundError('no torch in this test', name='torch')\n"
         )
         settings.setdefault("env", {})
-        settings["env"].setdefault("PYTHONPATH", str(stub.parent))
+        settings["env"].setdefault("PYTHONPATH", f"{stub.parent}:{SOURCE}")
         settings.setdefault("target", str(self.script))
         settings.setdefault("nproc", 4)
         self.settings = RunSettings(run_id="t", **settings)

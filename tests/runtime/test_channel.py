@@ -119,6 +119,7 @@ def client_of(run: RunDir, **more: Any) -> Iterator[Client]:
         rank=0,
         local_rank=0,
         world_size=1,
+        local_world_size=1,
         page=page,
         run_dir=run.path,
         **more,
@@ -272,7 +273,8 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.runtime.client import Client
 from holdfast.runtime.page import Page
 page = Page.open(sys.argv[2])
-client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, local_rank=0, world_size=1, page=page,
+client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, local_rank=0, world_size=1,
+                local_world_size=1, page=page,
                 run_dir=Path(sys.argv[1]), orphan_s=0.3)
 if sys.argv[3] == "task":
     client.run_task("broken", lambda: 1 / 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.runs import Run
+from tests.runtime.runs import SOURCE, Run
 
 pytestmark = pytest.mark.processes
 
@@ -26,7 +26,7 @@ if os.environ["RANK"] == "1":
 @pytest.mark.parametrize("zygote", [True, False])
 def test_a_script_sees_what_python_and_torchrun_would_show(tmp_path: Path, zygote: bool) -> None:
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
-    stub = str(tmp_path / "stub")
+    stub = f"{tmp_path / 'stub'}:{SOURCE}"
     with Run(
         tmp_path,
         "LOOKED = 5\n" + LOOK,

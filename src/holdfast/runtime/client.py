@@ -90,6 +90,7 @@ class Client:
         rank: int,
         local_rank: int,
         world_size: int,
+        local_world_size: int,
         page: Page,
         run_dir: Path | None,
         resume: str = "",
@@ -101,6 +102,7 @@ class Client:
         self.local_rank = local_rank
         self.world_size = world_size
         self.page = page
+        self.shared = page.path.parent if local_world_size == world_size else None
         self.run_dir = run_dir
         self.resume = resume
         self.orphan_s = orphan_s

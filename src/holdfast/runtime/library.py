@@ -81,6 +81,7 @@ def join_or_start_agent(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
+        local_world_size=local_world_size,
         page=page,
         run_dir=run.path,
     )

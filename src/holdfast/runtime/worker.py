@@ -46,6 +46,7 @@ def client_from_env(orphan_s: float) -> Client:
         rank=int(env["RANK"]),
         local_rank=int(env["LOCAL_RANK"]),
         world_size=int(env["WORLD_SIZE"]),
+        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         page=page,
         run_dir=Path(env["HOLDFAST_RUN_DIR"]),
         resume=env["HOLDFAST_RESUME"],

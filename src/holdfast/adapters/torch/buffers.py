@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.naming import Names, Slot
+from holdfast.errors import StateError
+from holdfast.runtime.board import NOTE_SIZE_BYTES_MAX
 
 
 class BufferSync:
@@ -75,8 +78,22 @@ def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
     flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     packed = torch.cat(flat)
     source = dist.get_global_rank(group, 0)
-    dist.broadcast(packed, source, group=group)
+    if packed.device.type == "cpu" and packed.numel() <= NOTE_SIZE_BYTES_MAX and fabric().board() is not None:
+        packed = _shared(source, packed)
+    else:
+        dist.broadcast(packed, source, group=group)
     if dist.get_rank() == source:
         return
     for tensor, piece in zip(tensors, torch.split(packed, [f.numel() for f in flat]), strict=True):
         tensor.copy_(piece.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``source``, by the board."""
+    data = fabric().share(source, packed.numpy().tobytes())
+    if len(data) != packed.numel():
+        raise StateError(
+            f"the buffers of rank {source} take {len(data)} bytes, those of rank {dist.get_rank()} {packed.numel()}",
+            hint="build the same model on every rank",
+        )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

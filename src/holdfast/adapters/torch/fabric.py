@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.ids import NO_GENERATION, Generation
-from holdfast.errors import GroupError, PeerLost, StepError
+from holdfast.errors import GroupError, InternalError, PeerLost, StepError
+from holdfast.runtime.board import Board
 
 SLICE = timedelta(milliseconds=50)
 """Longest time between two looks at the poison flag while a collective is under way."""
@@ -77,6 +78,9 @@ class Handle(Protocol):
     def build_vote(self, generation: Generation) -> Inner:
         """A private gloo group over the same ranks. Raises: GroupError."""
 
+    def open_board(self, generation: Generation) -> Board | None:
+        """The board of these ranks; None when they are not all on one node. Raises: StateError."""
+
 
 class Pending(Protocol):
     """A collective under way."""
@@ -108,6 +112,8 @@ class Fabric:
         self._pending: dict[int, Pending] = {}
         self._graveyard: list[Inner] = []
         self._vote: Inner | None = None
+        self._board: Board | None = None
+        self._boarded = False  # looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int], None] | None = None
         self._local = threading.local()
@@ -256,9 +262,12 @@ class Fabric:
         with self._lock:
             if group in self._groups:
                 self._groups.remove(group)
-            if not group.order[0] and self._vote is not None:
-                vote, self._vote = self._vote, None
-                vote.close()
+            if group.order[0]:
+                return
+            vote, self._vote = self._vote, None
+        if vote is not None:
+            vote.close()
+        self._leave_board()
 
     def _inners(self) -> list[Inner]:
         built = [g.inner for g in self._groups]
@@ -307,6 +316,7 @@ class Fabric:
             vote, self._vote = self._vote, None
         if vote is not None:
             self.bury(vote)
+        self._leave_board()
         for group in groups:
             group.rebuild(generation)
         with self._lock:
@@ -336,8 +346,47 @@ class Fabric:
                 vote.sever()
         return vote.group
 
+    def board(self) -> Board | None:
+        """Where ranks of one node vote without messages; None when the job has several nodes, or no launcher.
+
+        Raises: StateError.
+        """
+        with self._lock:
+            default = self._default()
+            if not self._boarded and default is not None:
+                self._board = default.open_board(self.generation)
+                self._boarded = True
+            return self._board
+
+    def _leave_board(self) -> None:
+        with self._lock:
+            board, self._board, self._boarded = self._board, None, False
+        if board is not None:
+            board.close()
+
+    def share(self, source: int, data: bytes) -> bytes:
+        """A small broadcast over the board, followed by a vote: what ``source`` gave; own ``data`` when broken.
+
+        Raises: as :meth:`check`; InternalError without a board.
+        """
+        board = self.board()
+        if board is None:
+            raise InternalError("share() without a board")
+        if self.begin("broadcast"):
+            return data
+        if source == board.rank:
+            board.tell(data)
+            return data
+        epoch = self.epoch
+        try:
+            return board.hear(source, self._refuse_vote)
+        except PeerLost as error:
+            self.broke("broadcast", error, epoch)
+            self.give_up("broadcast")
+            return data
+
     def reduce_vote(self, vector: list[int]) -> list[int]:
-        """Sum ``vector`` (int64) over all ranks.
+        """Sum ``vector`` (int64) over all ranks: over the board, or by a private group.
 
         Returns: the sums; the vector itself when there is one process and no default group.
 
@@ -346,16 +395,21 @@ class Fabric:
         self._refuse_vote()
         if self._default() is None:
             return list(vector)
-        votes = torch.tensor(vector, dtype=torch.int64)
         epoch = self.epoch
+        board = self.board()
         try:
-            work = self.vote_group().allreduce([votes], dist.AllreduceOptions())
-            while not _ended(work):
-                self._refuse_vote()
-        except RuntimeError as error:
+            sums = self._sum_by_group(vector) if board is None else board.reduce(vector, self._refuse_vote)
+        except (RuntimeError, PeerLost) as error:
             self.broke("vote", error, epoch)
             raise PeerLost(f"the vote broke: {_first_line(error)}") from error
         self._refuse_vote()
+        return sums
+
+    def _sum_by_group(self, vector: list[int]) -> list[int]:
+        votes = torch.tensor(vector, dtype=torch.int64)
+        work = self.vote_group().allreduce([votes], dist.AllreduceOptions())
+        while not _ended(work):
+            self._refuse_vote()
         return [int(x) for x in votes.tolist()]
 
     def _refuse_vote(self) -> None:

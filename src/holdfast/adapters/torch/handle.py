@@ -28,6 +28,7 @@ from holdfast.adapters.torch.inner import GLOO, BuiltGroup, GroupSpec, build
 from holdfast.adapters.torch.works import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError
+from holdfast.runtime.board import Board
 
 Fill = Callable[[], None]
 VOTE = "vote"
@@ -90,6 +91,13 @@ class ReconfigurableGroup(dist.ProcessGroup):
             timeout=self.spec.timeout,
         )
         return self._build(spec, generation, spec.timeout)
+
+    def open_board(self, generation: Generation) -> Board | None:
+        client = rendezvous.control_client()
+        if client is None or client.shared is None or client.world_size != self.spec.world_size:
+            return None
+        path = client.shared / f"board-{generation}-{self.spec.order[1]}"
+        return Board(path, self.spec.rank, self.spec.world_size).start()
 
     def _build(self, spec: GroupSpec, generation: Generation, limit: timedelta) -> BuiltGroup:
         client = rendezvous.control_client()

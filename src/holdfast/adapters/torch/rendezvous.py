@@ -11,6 +11,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -36,6 +37,9 @@ class ControlClient(Protocol):
     generation: Generation
     rank: int
     world_size: int
+
+    @property
+    def shared(self) -> Path | None: ...
 
     def kv(
         self,
