@@ -1,6 +1,7 @@
 """The directory of one run: where each file is, and how private files are written."""
 
-from __future__ import annotations
+from __future__ import contextlib
+import annotations
 
 import os
 import secrets
@@ -119,15 +120,14 @@ class RunDir:
         return self.pages() / f"page-{member_id}"
 
     def remove_pages(self) -> None:
-        """Remove all status pages and their directory."""
-        if not self.pages_link.is_dir():
-            return
-        target = self.pages_link.resolve()
-        for page in target.iterdir():
-            page.unlink(missing_ok=True)
-        target.rmdir()
+        """Remove all status pages and their directory; the agent and its launcher may both be at it."""
+        with contextlib.suppress(FileNotFoundError):
+            target = self.pages_link.resolve(strict=True)
+            for page in target.iterdir():
+                page.unlink(missing_ok=True)
+            target.rmdir()
         if self.pages_link.is_symlink():
-            self.pages_link.unlink()
+            self.pages_link.unlink(missing_ok=True)
 
     def endpoint_path(self, name: str) -> Path:
         """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
