@@ -1,8 +1,8 @@
 """The directory of one run: where each file is, and how private files are written."""
 
-from __future__ import contextlib
-import annotations
+from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
