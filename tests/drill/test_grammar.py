@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.drill.grammar import MOMENT, STEP_PHASES, Fault, expand, parse_fault
-from holdfast.errors import UnsupportedError, UsageError
+from holdfast.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,10 @@ from holdfast.errors import UnsupportedError, UsageError
         ("kill:rank=1@step=20,phase=vote", [Fault("kill", (1,), 20, "vote")]),
         ("exit:rank=0@step=3,phase=save", [Fault("exit", (0,), 3, "save")]),
         ("kill:rank=1+3@step=5,phase=update", [Fault("kill", (1, 3), 5, "update")]),
+        ("stop:rank=1+3@step=5", [Fault("stop", (1, 3), 5, MOMENT)]),
+        ("gil:rank=1@step=5,phase=update", [Fault("gil", (1,), 5, "update")]),
+        ("deadlock:rank=1@step=5", [Fault("deadlock", (1,), 5, "forward")]),
+        ("loader:rank=1@step=5", [Fault("loader", (1,), 5, "loading")]),
         ("kill:rank=1@every=15", [Fault("kill", (1,), 15, MOMENT), Fault("kill", (1,), 30, MOMENT)]),
     ],
 )
@@ -35,6 +39,8 @@ def test_reads_what_the_documentation_shows(text: str, expected: list[Fault]) ->
         ("kill:rank=1@step=2@step=3", "step=3"),
         ("kill:rank=1+1@step=2", "twice"),
         ("exit:rank=1+2@step=2", "several"),
+        ("loop:rank=1+2@step=2", "several"),
+        ("loader:rank=1@step=2,phase=update", "no phase"),
         ("kill", "cannot read ''"),
     ],
 )
@@ -42,11 +48,6 @@ def test_names_what_is_wrong(text: str, part: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_fault(text)
     assert part in caught.value.message and caught.value.hint
-
-
-def test_a_hang_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="not detected"):
-        parse_fault("stop:rank=1@step=2")
 
 
 @pytest.mark.parametrize("text", ["kill:rank=4@step=2", "kill:rank=1@step=40"])

@@ -17,7 +17,7 @@ from holdfast.cli.main import answer
 from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill import train
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
-from holdfast.drill.grammar import KINDS, PHASES, Fault
+from holdfast.drill.grammar import DEATHS, PHASES, Fault
 from holdfast.drill.matrix import LAYOUTS, NPROC, SPACING, VICTIMS, drill_for, pairwise, steps_for
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.errors import UnsupportedError, UserError
@@ -86,7 +86,7 @@ def test_two_ranks_at_once_and_a_random_moment(tmp_path: Path) -> None:
 
 def test_every_pair_of_values_is_covered() -> None:
     rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in LAYOUTS for f in pairwise(layout)}
-    dimensions = (LAYOUTS, KINDS, PHASES, VICTIMS)
+    dimensions = (LAYOUTS, DEATHS, PHASES, VICTIMS)
     for i, j in combinations(range(4), 2):
         assert {(row[i], row[j]) for row in rows} == set(product(dimensions[i], dimensions[j]))
 

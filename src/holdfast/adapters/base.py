@@ -64,6 +64,7 @@ class Hooks(NamedTuple):
     backward: Callable[[], None]  # the first gradient of a step is being computed
     update: Callable[[str], None]  # the named optimizer is about to change weights
     updated: Callable[[str], None]  # it has
+    waited: Callable[[int, int], None] = lambda since_ns, until_ns: None  # for peers, CLOCK_MONOTONIC
 
 
 class Adapter(Protocol):

@@ -134,6 +134,11 @@ def headline(fault: FaultReport) -> str:
         "kill": f"kill -9 of {ranks}",
         "exception": f"unhandled exception in {ranks}",
         "exit": f"os._exit(1) in {ranks}",
+        "stop": f"kill -STOP of {ranks}",
+        "loop": f"endless loop in {ranks}",
+        "gil": f"GIL held for ever in {ranks}",
+        "deadlock": f"message that never comes, in {ranks}",
+        "loader": f"stuck data loader of {ranks}",
     }
     return f"{words[fault.kind]} at step {fault.step}, phase {fault.phase}"
 

@@ -31,12 +31,14 @@ from holdfast.core.messages import (
     ControllerGone,
     ControllerHere,
     EndRun,
+    Evidence,
     ExitAgreed,
     ExitAsked,
     ExitRun,
     FaultSeen,
     Finish,
     Finished,
+    Gather,
     KillMember,
     LauncherGone,
     LayoutPublished,
@@ -44,6 +46,8 @@ from holdfast.core.messages import (
     MemberSeen,
     MemberStarted,
     Message,
+    Moved,
+    Paced,
     RankState,
     Record,
     RestartController,
@@ -52,6 +56,7 @@ from holdfast.core.messages import (
     SessionOpened,
     SetTimer,
     Settled,
+    Stalled,
     StartMembers,
     StepReached,
     StopRun,
@@ -134,6 +139,11 @@ class Agent:
                 self._start_members(event)
             case KillMember():
                 self._kill(event)
+            case Gather():
+                self._out.append(Send(to="shell", message=event))
+            case Stalled() | Moved() | Evidence() | Paced():
+                if self.connected:  # said again while it lasts
+                    self._tell(event)
             case EndRun():
                 self._end(event)
             case MemberStarted():

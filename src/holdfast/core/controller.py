@@ -19,6 +19,7 @@ from __future__ import annotations
 from holdfast.core.config import Config
 from holdfast.core.ending import Ending
 from holdfast.core.fleet import Fleet
+from holdfast.core.hang import Hangs
 from holdfast.core.history import Past
 from holdfast.core.job import Job, Uncovered
 from holdfast.core.membership import Member, is_stale
@@ -28,6 +29,7 @@ from holdfast.core.messages import (
     AgentHello,
     Catalogued,
     Command,
+    Evidence,
     ExitAgreed,
     ExitAsked,
     ExitRun,
@@ -37,9 +39,12 @@ from holdfast.core.messages import (
     MemberExited,
     MemberStarted,
     Message,
+    Moved,
+    Paced,
     SaveReported,
     SessionOpened,
     Settled,
+    Stalled,
     StepReached,
     StopRun,
     Tick,
@@ -58,6 +63,7 @@ class Controller:
         self.recovery = Recovery(self.job)
         self.ending = Ending(self.job)
         self.fleet = Fleet(self.job, self.recovery, self.ending, past)
+        self.hangs = Hangs(self.job, self.recovery)
 
     def start(self, now: float) -> list[Command]:
         """The first commands, before any event."""
@@ -81,6 +87,14 @@ class Controller:
                 self.fleet.member_started(now, event)
             case MemberExited():
                 self.fleet.member_exited(now, event)
+            case Stalled():
+                self.hangs.stalled(now, event)
+            case Moved():
+                self.hangs.moved(now, event)
+            case Evidence():
+                self.hangs.evidence(now, event)
+            case Paced():
+                self.hangs.paced(now, event)
             case ExitRun():
                 if event.cancel:
                     self.ending.cancel(event.source)
@@ -228,5 +242,5 @@ class Controller:
     def _tick(self, now: float, name: str) -> None:
         if name == "exit":
             self.ending.deadline()
-        elif not self.fleet.tick(now, name):
+        elif not (self.fleet.tick(now, name) or self.hangs.tick(now, name)):
             self.recovery.tick(now, name)

@@ -16,7 +16,7 @@ from holdfast.core.membership import Member
 from holdfast.core.policy import Failure
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
-FaultKind = Literal["signal", "exit", "exception", "silent", "collective", "startup", "controller"]
+FaultKind = Literal["signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller"]
 
 
 class Fault(msgspec.Struct, kw_only=True):
@@ -39,6 +39,7 @@ class Fault(msgspec.Struct, kw_only=True):
         """A fault of one member, dated by its death if it is dead."""
         exited = member.exited
         died_s = exited.died_ns / 1e9 if exited is not None and exited.died_ns else now
+        died_s = member.hung_at_s or died_s
         return Fault(
             rank=member.rank,
             member_id=member.member_id,

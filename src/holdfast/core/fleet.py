@@ -237,7 +237,7 @@ class Fleet:
         else:
             kind, how = "exit", "is gone"
         if member.kill_reason:
-            kind, how = "silent", member.kill_reason
+            kind, how = "hang" if member.hung_at_s else "silent", member.kill_reason
         self.recovery.member_fault(now, member, kind, how)
 
     # ---------------------------------------------------------------- time

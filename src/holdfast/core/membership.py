@@ -51,6 +51,7 @@ class Member(msgspec.Struct, kw_only=True):
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
     exited: MemberExited | None = None
     kill_reason: str = ""  # we ordered its death
+    hung_at_s: float = 0.0  # because it hangs, since then
     is_excused: bool = False  # its death was ordered because of somebody else's fault
     state: RankState = "starting"
     step: int = 0

@@ -11,11 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
 PAGE_VERSION = 1
 PAGE_SIZE_BYTES = 4096
+SECTION_SIZE_BYTES = 64
 LOCAL_SLOTS = 2
 LOCAL_SLOT_BYTES = 128 * 1024
 FILE_SIZE_BYTES = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
@@ -37,9 +38,13 @@ class Word(IntEnum):
     STEP_NS = 10  # duration of the last committed step
     FREED_NS = 11  # CLOCK_MONOTONIC when the main thread was out of its collective after a fence
     TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see runtime/page.py)
-    FLAGS = 13
+    FLAGS = 13  # bits of Flag
     REPEATED = 14  # blocks that ran again after an abort
     STAGED = 15  # newest step whose share lies with the writer process: it is saved even if this process ends; 0: none
+    SEQUENCE = 24  # collectives started since the block of this step began
+    USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
+    BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers
+    SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 
 
 class Phase(IntEnum):
@@ -58,6 +63,15 @@ class Phase(IntEnum):
     TORN = 10
     FINISHED = 11
     LEFT = 12
+    LOADING = 20  # drawing a batch
+    SECTION = 21  # in a section that the script announced
+
+
+class Flag(IntFlag):
+    """Bits of ``Word.FLAGS``."""
+
+    STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
+    COMPILING = 2
 
 
 class TrapAction(IntEnum):
@@ -67,6 +81,10 @@ class TrapAction(IntEnum):
     HOLD = 1  # stop there until an injector kills the process
     RAISE = 2  # raise an ordinary exception in the main thread
     EXIT = 3  # os._exit(1)
+    LOOP = 4  # spin in Python for ever
+    GIL = 5  # block in C for ever, the GIL held
+    DEADLOCK = 6  # start a collective that no other rank starts
+    WAIT = 7  # block for ever in an ordinary wait (a stuck loader)
 
 
 def pack_state(step: int, phase: Phase) -> int:

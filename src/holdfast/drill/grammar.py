@@ -4,8 +4,11 @@
     KIND:rank=R@every=N[,phase=P]       one after every N steps
 
 KIND is ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script) or ``exit``
-(``os._exit(1)``). R is a rank, ``random``, or several joined by ``+`` (killed at once). P is a phase of the step, or
-``random``. A kill without a phase comes at a random moment of the step, whatever the worker does then.
+(``os._exit(1)``); or a hang: ``stop`` (SIGSTOP from outside), ``loop`` (an endless loop in Python), ``gil`` (C code
+that never gives the GIL back), ``deadlock`` (a message that no other rank sends is waited for; drill model only) or
+``loader`` (the data loader never yields). R is a rank, ``random``, or several joined by ``+`` (hit at once). P is a
+phase of the step, or ``random``. A kill or stop without a phase comes at a random moment of the step, whatever the
+worker does then.
 """
 
 from __future__ import annotations
@@ -15,10 +18,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from holdfast.errors import UnsupportedError, UsageError
+from holdfast.errors import UsageError
 
-Kind = Literal["kill", "exception", "exit"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Death = Literal["kill", "exception", "exit"]
+Hang = Literal["stop", "loop", "gil", "deadlock", "loader"]
+Kind = Death | Hang
+DEATHS: tuple[Death, ...] = get_args(Death)
+HANGS: tuple[Hang, ...] = get_args(Hang)
+KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS)
+FROM_OUTSIDE = ("kill", "stop")
 PHASES = ("forward", "backward", "vote", "update", "commit", "save")
 STEP_PHASES = PHASES[:-1]
 """Phases that every step has; ``save`` comes only where the script saves."""
@@ -64,11 +72,6 @@ def parse_fault(text: str) -> FaultSpec:
         UnsupportedError: a kind of fault that this version does not inject.
     """
     kind, _, rest = text.partition(":")
-    if kind == "stop":
-        raise UnsupportedError(
-            f"--fault {text}: a stopped (hanging) worker is not detected by this version",
-            hint=f"--fault {EXAMPLE}",
-        )
     if kind not in KINDS:
         raise _wrong(text, f"unknown kind {kind!r}: one of {', '.join(KINDS)}")
     fields: dict[str, str] = {}
@@ -84,8 +87,10 @@ def parse_fault(text: str) -> FaultSpec:
     if phase and phase not in (*PHASES, "random"):
         raise _wrong(text, f"unknown phase {phase!r}: one of {', '.join(PHASES)}, random")
     ranks = _ranks(text, fields.get("rank", "random"))
-    if len(ranks) > 1 and kind != "kill":
-        raise _wrong(text, "several ranks can only be killed")
+    if len(ranks) > 1 and kind not in FROM_OUTSIDE:
+        raise _wrong(text, "several ranks can only be killed or stopped")
+    if kind == "loader" and phase:
+        raise _wrong(text, "a loader has no phase of the step")
     step = _whole(text, fields["every" if every else "step"])
     if every and step == 0:
         raise _wrong(text, "every=0")
@@ -113,9 +118,13 @@ def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int
 
 
 def _phase(spec: FaultSpec, draw: random.Random) -> str:
+    if spec.kind == "loader":
+        return "loading"
     if spec.phase in PHASES:
         return spec.phase
-    if spec.phase == "random" or spec.kind != "kill":
+    if spec.kind == "deadlock":
+        return "forward"
+    if spec.phase == "random" or spec.kind not in FROM_OUTSIDE:
         return draw.choice(STEP_PHASES)
     return MOMENT
 

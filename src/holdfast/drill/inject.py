@@ -1,8 +1,9 @@
-"""The fault injector: a process of its own that kills workers of a run.
+"""The fault injector: a process of its own that kills, stops and traps workers of a run.
 
-It shares nothing with the run but files: it reads the status pages and the event log, and sends SIGKILL. A fault at a
-named phase is a trap on the victim's page: the victim stops there (``hold``) until the kill comes from here, or raises
-or exits by itself. A fault at a random moment is a kill after a random delay, wherever the victim is then.
+It shares nothing with the run but files: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A
+fault at a named phase is a trap on the victim's page: the victim stops there (``hold``) until the signal comes from
+here, or raises, exits or hangs by itself. A fault at a random moment comes after a random
+delay, wherever the victim is then.
 
 What really happened is written as JSON lines: the moment (CLOCK_MONOTONIC), and the page of the victim after its death.
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.grammar import DOUBT, MOMENT, Fault
+from holdfast.drill.grammar import DOUBT, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
 from holdfast.drill.watch import GONE, Run, Seen, alive
 from holdfast.runtime.page import Page
 
@@ -34,7 +35,20 @@ SETTLE_S = 0.01
 DELAY_S = 0.06
 SPIN_S = 0.0001
 FREED_S_MAX = 2.0
-ACTIONS = {"kill": TrapAction.HOLD, "exception": TrapAction.RAISE, "exit": TrapAction.EXIT}
+GONE_S_MAX = 1.0
+HANG_S_MAX = 100.0  # a hang is found, and the victim killed, within this
+ACTIONS: dict[Kind, TrapAction] = {
+    "kill": TrapAction.HOLD,
+    "exception": TrapAction.RAISE,
+    "exit": TrapAction.EXIT,
+    "stop": TrapAction.HOLD,
+    "loop": TrapAction.LOOP,
+    "gil": TrapAction.GIL,
+    "deadlock": TrapAction.DEADLOCK,
+    "loader": TrapAction.WAIT,
+}
+SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
+"""What is sent from here; SIGKILL where nothing else is said."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -123,7 +137,8 @@ class Injector:
                     continue
                 at = self._strike(page, fault, victims)
                 if at is not None:
-                    freed_ns = self._freed(survivors, [seen.pid for seen in others])
+                    limit_s = HANG_S_MAX if fault.kind in HANGS else FREED_S_MAX
+                    freed_ns = self._freed(survivors, [seen.pid for seen in others], limit_s)
                     return self._report(number, fault, victims, page, *at, freed_ns)
         return None
 
@@ -134,15 +149,15 @@ class Injector:
                 return None
             step_s = page[Word.STEP_NS] / 1e9 or FIRST_STEP_S
             time.sleep(self._draw.uniform(0.0, 1.2 * step_s))
-            return None if page.state()[1] in GONE else self._kill(victims)
+            return None if page.state()[1] in GONE else self._hit(fault.kind, victims)
         if fault.phase == DOUBT:
             return self._strike_in_doubt(page, fault, victims)
         page[Word.TRAP] = pack_trap(ACTIONS[fault.kind], Phase[fault.phase.upper()], fault.step)
         if not self._wait_sprung(page, victims[0].pid):
             return None
-        if fault.kind == "kill":
+        if fault.kind in FROM_OUTSIDE:
             time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
-            return self._kill(victims)
+            return self._hit(fault.kind, victims)
         now_ns, committed = time.monotonic_ns(), self.run.committed_step()
         # The worker sprang its trap when it entered the phase; we saw it a poll later.
         return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
@@ -168,7 +183,7 @@ class Injector:
                 try:
                     time.sleep(SETTLE_S)
                     if watched.state() == (step, Phase.VOTE) and page.state() > (step, Phase.VOTE):
-                        struck = self._kill(victims)
+                        struck = self._hit("kill", victims)
                         time.sleep(DELAY_S)  # longer than the fence takes: it must find this rank in its vote
                         return struck
                 finally:
@@ -191,13 +206,13 @@ class Injector:
         time.sleep(POLL_S)
         return alive(pid)
 
-    def _kill(self, victims: list[Seen]) -> tuple[int, int] | None:
-        """SIGKILL; None when the first victim was gone already."""
+    def _hit(self, kind: Kind, victims: list[Seen]) -> tuple[int, int] | None:
+        """Send the signal; None when the first victim was gone already."""
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()
         for victim in victims:
             try:
-                os.kill(victim.pid, signal.SIGKILL)
+                os.kill(victim.pid, SIGNALS.get(kind, signal.SIGKILL))
             except ProcessLookupError:
                 if victim is victims[0]:
                     return None
@@ -213,7 +228,7 @@ class Injector:
         committed: int,
         freed_ns: int,
     ) -> Injected:
-        deadline_s = time.monotonic() + 1.0
+        deadline_s = time.monotonic() + (HANG_S_MAX if fault.kind in HANGS else GONE_S_MAX)
         while fault.kind != "exception" and alive(victims[0].pid) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         step, phase = page.state()
@@ -223,16 +238,16 @@ class Injector:
             ranks=fault.ranks,
             members=tuple(victim.member for victim in victims),
             asked_phase=fault.phase,
-            phase=phase.name.lower() if fault.kind == "kill" else fault.phase,
+            phase=phase.name.lower() if fault.kind in FROM_OUTSIDE else fault.phase,
             step=step,
             committed_step=committed,
             moment_ns=moment_ns,
             freed_ns=freed_ns,
         )
 
-    def _freed(self, survivors: list[Page], pids: list[int]) -> int:
+    def _freed(self, survivors: list[Page], pids: list[int], limit_s: float) -> int:
         """When the last survivor was out of its collective, or 0 when one of them ended without saying so."""
-        deadline_s = time.monotonic() + FREED_S_MAX
+        deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             moments = [page[Word.FREED_NS] for page in survivors]
             if all(moments):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from holdfast.drill.grammar import DOUBT, KINDS, MOMENT, PHASES, Fault, Kind
+from holdfast.drill.grammar import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 
 NPROC = 4
@@ -40,7 +40,7 @@ def pairwise(layout: str) -> list[Fault]:
     (phase, kind, victim, layout) occurs."""
     chosen = [
         (kind, phase, VICTIMS[(p // 2 + k) % 2])
-        for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(KINDS))
+        for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(DEATHS))
         if LAYOUTS[(p + k) % 2] == layout
     ]
     return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (kind, phase, rank) in enumerate(chosen)]
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description="prove the recovery, cell by cell")
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
-    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--kind", choices=DEATHS, action="append")
     parser.add_argument("--soak", type=int, default=0, metavar="KILLS")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs"))
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.soak:
         good = soak(base, layouts, given.soak, given.seed)
     else:
-        good = matrix(base, layouts, given.kind or KINDS, given.seed)
+        good = matrix(base, layouts, given.kind or DEATHS, given.seed)
     print(f"{'PASSED' if good else 'FAILED'} in {time.monotonic() - started_s:.0f} s, logs in {base}")
     return 0 if good else 1
 

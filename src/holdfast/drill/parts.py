@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from holdfast.drill.corpus import load
 from holdfast.drill.model import SIZES, Gpt, Size
+from holdfast.runtime.client import Client
 
 ACCUMULATION = 2
 LOADER_WORKERS = 2
@@ -248,3 +249,10 @@ def write_result(result: RankResult, directory: Path) -> None:
 def place() -> tuple[int, int]:
     """Rank and world size from the launcher's environment; alone without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def offer_deadlock(rank: int, world_size: int) -> None:
+    """Let a drill's injector make this rank wait for a message that its neighbour never sends."""
+    client = Client.current()
+    if client is not None and world_size > 1:
+        client.page.on_deadlock(lambda: dist.recv(torch.zeros(1), src=(rank + 1) % world_size))

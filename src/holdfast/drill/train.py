@@ -12,6 +12,7 @@ from holdfast.drill.parts import (
     accumulate,
     average_statistics,
     build,
+    offer_deadlock,
     parse,
     place,
     result_of,
@@ -28,6 +29,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     parts = build(settings, rank, world_size)
     trace = Trace(settings.trace, rank)
+    offer_deadlock(rank, world_size)
     loss = 0.0
     with holdfast.session(
         model=parts.network,

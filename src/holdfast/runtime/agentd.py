@@ -26,6 +26,7 @@ from holdfast.core.messages import (
     EndRun,
     ExitRun,
     Finish,
+    Gather,
     KillMember,
     KvReply,
     KvRequest,
@@ -61,6 +62,7 @@ from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import Order, free_port
+from holdfast.runtime.watch import Watcher
 from holdfast.wire import MESSAGES
 
 LOCK_WAIT_S = 5.0
@@ -83,6 +85,8 @@ STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.TORN: "torn",
     Phase.FINISHED: "finished",
     Phase.LEFT: "finished",
+    Phase.LOADING: "ready",
+    Phase.SECTION: "ready",
 }
 
 
@@ -108,6 +112,9 @@ class AgentDaemon:
         self._driver = Driver(Agent(config), self._journal, self._execute)
         self._procs = Processes(
             run, self._settings, self._journal, on_started=self._started, on_exited=self._gone
+        )
+        self._watcher = Watcher(
+            run, self._node_id, self._settings.limits(), self._procs.living, self._driver.post
         )
         self._controller = ControllerLink(run, self._journal, self._driver.post)
         self._hub: Hub[WireMessage] = Hub(
@@ -136,6 +143,8 @@ class AgentDaemon:
         self._procs.want_zygote()
         self._adopt()
         self._controller.reach()
+        watching = asyncio.create_task(self._watcher.watch())
+        watching.add_done_callback(self._watched)
         ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._driver.failure.done():
@@ -144,8 +153,13 @@ class AgentDaemon:
                 "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
             )
             self._driver.failure.result()
+        watching.cancel()
         await self._end(server)
         return self._over.result()
+
+    def _watched(self, watching: asyncio.Task[None]) -> None:
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._driver.fail(error)
 
     async def _end(self, server: asyncio.Server) -> None:
         """Leave nothing behind: processes, pages, endpoints."""
@@ -333,6 +347,8 @@ class AgentDaemon:
                 self._waiting = asyncio.get_running_loop().create_task(self._start_when_written(message))
         elif isinstance(message, KillMember):
             self._procs.kill(message.member_id, message.grace_s)
+        elif isinstance(message, Gather):
+            self._watcher.gather(message)
         elif isinstance(message, EndRun):
             self._finish(message.code)
         else:

@@ -65,6 +65,8 @@ def config_of(settings: RunSettings, term: int) -> Config:
         restart_window_s=settings.restart_window_s,
         quiesce_s=settings.quiesce_s,
         grace_s=settings.grace_s,
+        patience_s=settings.hang_start_s / 3,
+        replace_slower_than=settings.replace_slower_than,
     )
 
 

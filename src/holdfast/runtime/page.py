@@ -6,9 +6,12 @@ and stores single words. After the mapping exists nothing here makes a system ca
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -20,6 +23,7 @@ from holdfast.core.page import (
     PAGE_MAGIC,
     PAGE_SIZE_BYTES,
     PAGE_VERSION,
+    SECTION_SIZE_BYTES,
     Phase,
     TrapAction,
     Word,
@@ -32,6 +36,7 @@ from holdfast.errors import ProtocolError, StateError
 _STATE = int(Word.STATE)
 _ENTERED_NS = int(Word.ENTERED_NS)
 _TRAP = int(Word.TRAP)
+_SECTION_AT = 8 * int(Word.SECTION)
 _HEADER_WORDS = 4  # sequence, step, length, digest
 _HEADER_BYTES = 8 * _HEADER_WORDS
 LOCAL_SIZE_BYTES_MAX = LOCAL_SLOT_BYTES - _HEADER_BYTES
@@ -46,6 +51,7 @@ class Page:
         self._map = mapping
         self._bytes = memoryview(mapping)
         self._words = self._bytes[:PAGE_SIZE_BYTES].cast("q")
+        self._deadlock: Callable[[], object] = lambda: None
         self._sequence = max((header[0] for header in self._headers()), default=0)
 
     @staticmethod
@@ -129,12 +135,34 @@ class Page:
         if phase != at_phase or step < at_step:
             return
         self._words[_TRAP] = 0
+        while action is TrapAction.LOOP:
+            pass
+        if action is TrapAction.GIL:
+            _hold_gil()
+        if action is TrapAction.DEADLOCK:
+            self._deadlock()
+        if action is TrapAction.WAIT:
+            threading.Event().wait()
         if action is TrapAction.RAISE:
             raise RuntimeError("drill: injected exception")
         if action is TrapAction.EXIT:
             os._exit(1)
         while action is TrapAction.HOLD:
             time.sleep(0.05)
+
+    def section(self) -> str:
+        """Name of the last announced section, as far as it fits."""
+        name = bytes(self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES])
+        return name.rstrip(b"\0").decode("utf-8", "replace")
+
+    def announce(self, section: str) -> None:
+        """Store the name of a section; :meth:`enter` it next."""
+        name = section.encode()[:SECTION_SIZE_BYTES]
+        self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
+
+    def on_deadlock(self, action: Callable[[], object]) -> None:
+        """What a drill's ``DEADLOCK`` trap does: start a collective that nobody else starts."""
+        self._deadlock = action
 
     def _slot(self, index: int) -> memoryview:
         start = PAGE_SIZE_BYTES + index * LOCAL_SLOT_BYTES
@@ -184,6 +212,12 @@ class Page:
         """Store step and phase without a look at traps (for the agent, before the worker runs)."""
         self._words[_STATE] = pack_state(step, phase)
         self._words[_ENTERED_NS] = time.monotonic_ns()
+
+
+def _hold_gil() -> None:
+    """Block in C for ever without giving the GIL back: a read of a pipe that never gets data."""
+    read_end, _ = os.pipe()
+    ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
 
 
 def _digest(sequence: int, step: int, payload: bytes) -> int:

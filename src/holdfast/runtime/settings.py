@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.core.progress import Limits
 from holdfast.errors import UsageError
 from holdfast.runtime.frameworks import FrameworkName
 from holdfast.runtime.rundir import write_private
@@ -43,6 +44,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 300.0
     quiesce_s: float = 5.0
     orphan_s: float = 30.0
+    hang_factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
+    hang_floor_s: float = 1.5
+    hang_start_s: float = 1800.0
+    replace_slower_than: float = 0.0  # 0: stragglers are reported only
 
     framework: FrameworkName = "torch"  # what workers and zygote are made ready for
     cwd: str = ""  # empty: the agent's
@@ -53,6 +58,17 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     tee: str = "0"
     zygote: bool = True  # fork workers from a preloaded process; false: always spawn
     library: bool = False  # the workers were started by someone else (torchrun, srun, mpirun)
+
+    def limits(self) -> Limits:
+        """How long a worker may show no progress."""
+        return Limits(
+            factor=self.hang_factor,
+            floor_s=self.hang_floor_s,
+            start_s=self.hang_start_s,
+            idle_s=self.hang_start_s / 3,
+            section_s=2 * self.hang_start_s,
+            look_s=min(max(self.monitor_interval_s, 0.02), 1.0),
+        )
 
     def save(self, run_dir: Path) -> None:
         """Write ``run.json`` (0600)."""

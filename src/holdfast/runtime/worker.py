@@ -25,9 +25,10 @@ from holdfast.core.page import Phase, Word
 from holdfast.errors import ScriptError, StoreError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client
+from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.frameworks import install_framework
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import open_log, write_private
+from holdfast.runtime.rundir import RunDir, open_log, write_private
 from holdfast.runtime.settings import RunSettings
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -110,6 +111,7 @@ def main() -> int:
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
     client.start()
+    offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
     try:
         install_framework(settings.framework)
         run_script(settings)

@@ -70,6 +70,9 @@ class Rank:
         self._resume: Resume | None = None
         self._reached = False
         self._block_started_ns = 0
+        self._waited_ns = 0
+        self._collectives = 0
+        self._collectives_before = 0
 
     # ------------------------------------------------------------------ both threads
 
@@ -125,9 +128,16 @@ class Rank:
     def count_collective(self, count: int) -> None:
         """A collective starts; hot path."""
         if self.client is not None:
-            self.client.page[Word.COLLECTIVES] = count
+            self._collectives = count
+            page = self.client.page
+            page[Word.COLLECTIVES] = count
+            page[Word.SEQUENCE] = count - self._collectives_before
             if self.machine.fenced is not None:
                 self.freed()
+
+    def waited(self, since_ns: int, until_ns: int) -> None:
+        """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
+        self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
 
     def _observe(self, old: RankState, new: RankState, step: int) -> None:
         self.changed.notify_all()
@@ -231,18 +241,37 @@ class Rank:
         if self.client is not None:
             self.client.page.enter(phase, self.machine.step)
 
+    def announce(self, section: str) -> None:
+        """A section begins: long stillness in it is no hang."""
+        if self.client is not None:
+            self.client.page.announce(section)
+            if not self.fenced:
+                self.enter(Phase.SECTION)
+
     def begin(self) -> bool:
         """READY -> COMPUTE; False when a fence came first."""
         with self.changed:
             begun = self.machine.begin()
         if begun:
             self._block_started_ns = time.monotonic_ns()
+            self._waited_ns = 0
+            self._collectives_before = self._collectives
+            if self.client is not None:
+                self.client.page[Word.SEQUENCE] = 0
         return begun
 
     def enter_vote(self) -> bool:
         """COMPUTE -> VOTING; False when the step was aborted meanwhile."""
         with self.changed:
             return self.machine.enter_vote()
+
+    def computed(self, at_ns: int) -> None:
+        """The gradients of this block were there at ``at_ns``: note how long that took without waiting for peers."""
+        busy_ns = at_ns - self._block_started_ns - self._waited_ns
+        if self.client is not None:
+            page = self.client.page
+            page[Word.BUSY_NS] = max(busy_ns, 1)
+            page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
 
     def voted(self, tally: Tally) -> RankState:
         """The vote has completed here."""

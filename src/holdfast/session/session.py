@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,6 +97,7 @@ class Session:
         self._last_save_s = time.monotonic()
         self._local_too_large = False
         self._resumed: Resumed | None = None
+        self._section = ""
 
     # ------------------------------------------------------------------ open
 
@@ -259,6 +261,31 @@ class Session:
             )
         self._save_asked = True
 
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
+
+        How long one may show no progress is learned by name; the first one has an hour. A collective in it that loses a
+        peer raises PeerLost: all ranks then start again at the step that comes next, so put the section before the
+        block of that step to have it run again.
+
+        Raises:
+            StepError: inside the block of a step, or inside another section.
+        """
+        if self._blocks.current is not None or self._section:
+            raise StepError(
+                f"section {name!r} inside {'another section' if self._section else 'a step'}",
+                hint="announce sections between steps: with s.section(name): ...",
+            )
+        self._section = name
+        self._rank.announce(name)
+        try:
+            yield
+        finally:
+            self._section = ""
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+
     def steps(
         self, loader: Any = None, *, until: int | None = None, epochs: int | None = None
     ) -> Iterator[Step]:
@@ -303,10 +330,14 @@ class Session:
         while not self._exit_agreed and (until is None or self.step < until):
             number = self.step
             if feed is not None and drawn != number:
+                self._rank.enter(Phase.LOADING)
                 try:
                     batch = feed.draw(epochs)
                 except StopIteration:
                     return
+                finally:
+                    if not self._rank.fenced:
+                        self._rank.enter(Phase.READY)
                 drawn = number
             epoch, last = (0, False) if feed is None else (feed.epoch, feed.last_in_epoch)
             step = Step(self._blocks, number, batch, epoch, last)

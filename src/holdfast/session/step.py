@@ -8,6 +8,7 @@ fault's doing, never taken for a bug of the user; any other exception goes up as
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -131,7 +132,7 @@ class Blocks:
 
     def hooks(self) -> Hooks:
         """For the adapter."""
-        return Hooks(backward=self._backward, update=self._update, updated=self._updated)
+        return Hooks(self._backward, self._update, self._updated, self._rank.waited)
 
     # ------------------------------------------------------------------ begin
 
@@ -199,7 +200,9 @@ class Blocks:
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             raise StepAborted("rehearsal")
+        computed_ns = time.monotonic_ns()
         adapter.prepare_vote()
+        rank.computed(computed_ns)
         rank.freed()
         if adapter.poisoned or not rank.enter_vote():
             raise StepAborted(adapter.reason)

@@ -92,7 +92,7 @@ class TorchAdapter:
         """Hook every optimizer of the process and the model's output."""
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
-        self._fabric.on_collective(on_collective)
+        self._fabric.on_collective(on_collective, hooks.waited)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -210,6 +210,7 @@ class TorchAdapter:
 
     def prepare_vote(self) -> None:
         """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
+        self._fabric.note_wait()
         self._sync.run()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()

@@ -116,6 +116,9 @@ class Fabric:
         self._boarded = False  # looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int], None] | None = None
+        self._on_wait: Callable[[int, int], None] | None = None
+        self._begun_ns = 0  # when the last collective began
+        self._ended_ns = 0  # when the last one that was under way ended
         self._local = threading.local()
 
     # ------------------------------------------------------------------ modes
@@ -143,9 +146,20 @@ class Fabric:
         """
         self._on_poison.append(callback)
 
-    def on_collective(self, callback: Callable[[int], None] | None) -> None:
-        """Call ``callback(count)`` at the start of every collective (for the status page); None removes it."""
-        self._on_collective = callback
+    def on_collective(
+        self, callback: Callable[[int], None] | None, on_wait: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Call ``callback(count)`` at the start of every collective (for the status page); None removes it.
+
+        ``on_wait(since_ns, until_ns)`` hears later how long the last collectives kept this process from going on.
+        """
+        self._on_collective, self._on_wait = callback, on_wait
+
+    def note_wait(self) -> None:
+        """All collectives have ended: from the begin of the last one to here nothing else was done, as far as known."""
+        if self._on_wait is not None and not self._pending and self._ended_ns > self._begun_ns:
+            since_ns, self._begun_ns = self._begun_ns, self._ended_ns
+            self._on_wait(since_ns, self._ended_ns)
 
     def _refresh(self) -> None:
         self.calm = not (self.poisoned or self.sealed or self.looped)
@@ -216,6 +230,8 @@ class Fabric:
         """Count a collective; True = do not communicate, complete on local data. Raises as :meth:`check`."""
         self.collectives += 1
         if self._on_collective is not None:
+            self.note_wait()
+            self._begun_ns = time.monotonic_ns()
             self._on_collective(self.collectives)
         return False if self.calm else self.check(what)
 
@@ -231,6 +247,8 @@ class Fabric:
     def forget(self, work: Pending) -> None:
         """The collective has ended."""
         self._pending.pop(id(work), None)
+        if not self._pending:
+            self._ended_ns = time.monotonic_ns()
 
     def quiesce(self, timeout_s: float = QUIESCE_S) -> bool:
         """Wait until no collective of the poisoned generation can still write into memory of this process.

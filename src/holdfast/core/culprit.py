@@ -1,0 +1,127 @@
+"""Who is to blame when everyone stands still: a pure function of the evidence, with its confidence and reason.
+
+Theory. All ranks run the same program and meet in collectives, so the one to blame is the one that differs. The
+strongest difference is the process itself (stopped, in an uninterruptible wait); then the place: a rank that has not
+come to where all others wait, or has gone past it; then what it does there (it computes while all others sleep).
+Where nobody differs nobody is killed: when all compute, the job is slow and not stuck; when all wait, they are freed
+by a fence and try again.
+
+Invariants:
+1. Nobody is named without a reason that can be checked by hand against the evidence.
+2. A majority is never killed: the odd ones out are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.messages import RankEvidence
+
+Confidence = Literal["certain", "likely", "unclear"]
+Answer = Literal["kill", "retry", "wait"]
+
+BUSY = 0.5  # share of a core in the sampling time from which a process computes
+PLACE = {
+    "save": 0, "ready": 0, "section": 0, "loading": 0,
+    "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
+}  # fmt: skip
+"""Position within a step; what may come between two steps in any order counts as one place."""
+OUT = frozenset({"aborted", "in_doubt", "torn", "finished", "left"})
+STOPPED = frozenset("Tt")
+
+
+class Blame(msgspec.Struct, frozen=True, kw_only=True):
+    """Who, how sure, why, and what to do: kill ``ranks``, let all try again, or wait because nobody is stuck."""
+
+    answer: Answer
+    ranks: tuple[int, ...] = ()
+    confidence: Confidence = "unclear"
+    reason: str
+
+
+def blame(evidence: Sequence[RankEvidence]) -> Blame:
+    """Name the culprit among the ranks of a job that stands still."""
+    seen = [e for e in evidence if e.phase not in OUT]
+    if not seen:
+        return Blame(answer="wait", reason="every rank waits for the control plane")
+    found = _by_process(seen) or _by_place(seen) or _by_work(seen)
+    if found is not None:
+        return found
+    if all(e.cpu >= BUSY for e in seen):
+        reason = f"{_count(seen)} compute at the same place ({where(seen[0])}): slow, not stuck"
+        return Blame(answer="wait", reason=reason)
+    if len(seen) == 1:
+        one = seen[0]
+        return Blame(
+            answer="kill",
+            ranks=(one.rank,),
+            confidence="likely",
+            reason=f"it neither moves nor computes in {where(one)}",
+        )
+    return Blame(answer="retry", reason=f"{_count(seen)} wait at the same place ({where(seen[0])})")
+
+
+def where(one: RankEvidence) -> str:
+    """As ``backward of step 20, collective 3``."""
+    name = f"section {one.section!r}" if one.phase == "section" else one.phase
+    place = f"{name} of step {one.step}"
+    return f"{place}, collective {one.sequence}" if PLACE.get(one.phase) and one.sequence else place
+
+
+def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
+    for states, what in (
+        (STOPPED, "its process is stopped"),
+        (frozenset("D"), "it is in an uninterruptible wait"),
+    ):
+        found = [e for e in seen if e.process in states]
+        if found and 2 * len(found) <= max(len(seen), 2):
+            detail = f" ({found[0].wchan})" if found[0].wchan not in ("", "0") else ""
+            return Blame(
+                answer="kill",
+                ranks=_ranks(found),
+                confidence="certain",
+                reason=f"{what} (state {found[0].process}){detail}, in {where(found[0])}",
+            )
+        if found and states is STOPPED:
+            return Blame(answer="wait", reason=f"{len(found)} of {len(seen)} processes are stopped")
+    return None
+
+
+def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
+    counted = len({e.usual_sequence for e in seen}) == 1
+    places = {e.rank: (e.step, PLACE.get(e.phase, 0), e.sequence if counted else 0) for e in seen}
+    if len(set(places.values())) < 2:
+        return None
+    order = sorted(set(places.values()))
+    behind = [e for e in seen if places[e.rank] == order[0]]
+    ahead = [e for e in seen if places[e.rank] == order[-1]]
+    others = len(seen) - len(behind)
+    if 2 * len(behind) <= len(seen):
+        rest = "the other" if others == 1 else f"{others} others"
+        reason = f"it is in {where(behind[0])}, {rest} got to {where(ahead[0])}"
+        if behind[0].phase == "loading":
+            reason = f"it waits for its data loader: {reason}"
+        sure: Confidence = "certain" if len(behind) == 1 and len(order) == 2 else "likely"
+        return Blame(answer="kill", ranks=_ranks(behind), confidence=sure, reason=reason)
+    others = len(seen) - len(ahead)
+    reason = f"it went on to {where(ahead[0])}, {others} others wait in {where(behind[0])}"
+    return Blame(answer="kill", ranks=_ranks(ahead), confidence="likely", reason=reason)
+
+
+def _by_work(seen: Sequence[RankEvidence]) -> Blame | None:
+    busy = [e for e in seen if e.cpu >= BUSY]
+    if busy and 2 * len(busy) <= len(seen):
+        reason = f"it computes in {where(busy[0])} ({busy[0].cpu:.0%} of a core) while all others wait there"
+        return Blame(answer="kill", ranks=_ranks(busy), confidence="likely", reason=reason)
+    return None
+
+
+def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:
+    return tuple(sorted(e.rank for e in found))
+
+
+def _count(seen: Sequence[RankEvidence]) -> str:
+    return "the only rank" if len(seen) == 1 else f"all {len(seen)} ranks"

@@ -1,0 +1,184 @@
+"""Who has stopped moving: how long a worker may show no progress, learned from how long it usually takes.
+
+Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in
+the vote of each step, so when one of them stands still for good, soon all of them do. That is what is looked for:
+a node is *stalled* when every worker of it has been without progress for longer than its own bound. A rank that
+waits for a slow one is past its bound early and does no harm; the slow one's bound is what counts. Who is to
+blame is another question (``core/culprit.py``), asked only then.
+
+Bounds come from robust statistics: a factor times the median of the recent steps, never below a floor, nor below
+a multiple of what the same phase has survived before. Before there are samples they are generous, and so is what
+is not a step: sections are announced by name and learned by name.
+
+Invariants:
+1. A stall is announced once, and taken back once when any worker moves.
+2. Time during which nobody looked does not count against a worker: a frozen or starved machine kills nobody.
+3. Nothing here reads a clock: ``now`` is an argument, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.core.ids import MemberId
+from holdfast.core.page import Phase
+
+WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT})
+"""Phases in which a worker waits for the control plane or is done: it holds nobody up."""
+IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
+SAMPLES_MAX = 64
+SAMPLES_MIN = 3  # committed steps of a process before its bound is learned
+PEAK_STEPS = 64  # what was survived once is half forgotten after so many steps
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds are made of; seconds unless the name says otherwise."""
+
+    factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
+    floor_s: float = 1.5  # never less than this
+    start_s: float = 1800.0  # before the session has opened
+    idle_s: float = (
+        600.0  # between steps (code that announced nothing), in saves, in the first steps of a process
+    )
+    section_s: float = 3600.0  # an announced section of a name not seen before
+    look_s: float = 0.1  # how often somebody looks
+
+
+class Reading(NamedTuple):
+    """One look at the page of one living worker."""
+
+    member_id: MemberId
+    rank: int
+    step: int
+    phase: Phase
+    mark: tuple[int, ...]  # differs from the last one when the worker has moved
+    committed: int
+    step_s: float  # duration of the last committed step
+    busy_s: float  # the same without waiting for peers
+    section: str = ""
+    compiling: bool = False
+
+
+class Stall(NamedTuple):
+    """How long each worker has been still, against its bound; ``waits``: its phase holds nobody up."""
+
+    member_id: MemberId
+    idle_s: float
+    bound_s: float
+    waits: bool
+
+
+class _Watch:
+    """One worker, as seen from outside."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.last = reading
+        self.idle_s = 0.0
+        self.steps = 0  # committed since this process is looked at
+        self.busy: deque[float] = deque(maxlen=SAMPLES_MAX)
+
+
+class Progress:
+    """The workers of one node. ``look`` at them regularly."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.stalled = False
+        self._watches: dict[MemberId, _Watch] = {}
+        self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
+        self._peaks: dict[str, float] = {}  # longest stillness survived, by kind
+        self._looked_at = 0.0
+
+    def look(self, now: float, readings: Sequence[Reading]) -> bool | None:
+        """Take one look at all living workers.
+
+        Returns:
+            True when they stand still since now, False when that is over, None when nothing changed.
+        """
+        passed_s = min(now - self._looked_at, 5 * self.limits.look_s) if self._looked_at else 0.0
+        self._looked_at = now
+        known, self._watches = self._watches, {}
+        for reading in readings:
+            watch = self._watches[reading.member_id] = known.get(reading.member_id) or _Watch(reading)
+            self._see(watch, reading, passed_s)
+        before, self.stalled = self.stalled, self._is_stalled()
+        return None if before == self.stalled else self.stalled
+
+    def stalls(self) -> list[Stall]:
+        """Every worker's stillness, by member."""
+        return [
+            Stall(member_id, watch.idle_s, self.bound_s(watch.last, watch.steps), watch.last.phase in WAITING)
+            for member_id, watch in sorted(self._watches.items())
+        ]
+
+    @property
+    def step_s(self) -> float:
+        """Median of the recent steps; 0: none was seen."""
+        return median(self._steps) if self._steps else 0.0
+
+    def paces(self) -> list[tuple[int, int, float]]:
+        """(rank, samples, median seconds of a step without waiting for peers) of each worker."""
+        return [
+            (watch.last.rank, len(watch.busy), median(watch.busy))
+            for _, watch in sorted(self._watches.items())
+            if watch.busy
+        ]
+
+    def bound_s(self, reading: Reading, steps: int) -> float:
+        """How long this worker may be still where it is; ``steps``: committed since its process is watched."""
+        limits, phase = self.limits, reading.phase
+        peak = self._peaks.get(_kind(reading, steps), 0.0)
+        if phase is Phase.STARTING:
+            return limits.start_s
+        if phase is Phase.SECTION:
+            return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
+        if reading.compiling or phase in (Phase.READY, Phase.SAVE):
+            return max(limits.idle_s, 3 * peak)
+        if steps < SAMPLES_MIN or not self._steps:
+            return max(10 * limits.floor_s, 3 * peak) if peak and self._steps else limits.idle_s
+        usual = max(limits.floor_s, limits.factor * self.step_s)
+        if phase is Phase.LOADING:
+            return max(usual, 10 * limits.floor_s, 3 * peak)
+        return max(usual, 2 * peak)
+
+    def _is_stalled(self) -> bool:
+        holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
+        return bool(holding) and all(w.idle_s >= self.bound_s(w.last, w.steps) for w in holding)
+
+    def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
+        last, watch.last = watch.last, reading
+        watch.idle_s += passed_s
+        if reading.mark == last.mark:
+            return
+        self._learn(_kind(last, watch.steps), watch.idle_s)
+        watch.idle_s = 0.0
+        if reading.committed == last.committed:
+            return
+        watch.steps += 1
+        if watch.steps > SAMPLES_MIN:
+            self._steps.append(reading.step_s)
+            if reading.busy_s:
+                watch.busy.append(reading.busy_s)
+            keep = 0.5 ** (1 / (PEAK_STEPS * len(self._watches)))
+            for kind in (phase.name for phase in IN_STEP):
+                self._peaks[kind] = self._peaks.get(kind, 0.0) * keep
+
+    def _learn(self, kind: str, idle_s: float) -> None:
+        if not self.stalled and idle_s > self._peaks.get(kind, 0.0):
+            self._peaks[kind] = idle_s
+
+
+def _kind(reading: Reading, steps: int) -> str:
+    """What a stillness is compared with."""
+    if reading.phase is Phase.SECTION:
+        return f"section {reading.section}"
+    if reading.compiling:
+        return "compile"
+    if reading.phase in IN_STEP | {Phase.LOADING} and steps < SAMPLES_MIN:
+        return f"first {reading.phase.name}"
+    return reading.phase.name

@@ -1,0 +1,150 @@
+"""What can be seen of a worker that stands still, from outside: its page, /proc, and the stacks that it writes.
+
+A worker that this library started makes Python's own ``faulthandler`` write all stacks on ``STACKS_SIGNAL``: that runs
+in the signal handler and needs neither the GIL nor memory, so it also answers while C code holds the GIL for ever. A
+stopped process answers when it runs again, one in an uninterruptible wait not at all: then /proc has to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from holdfast.core.ids import MemberId
+from holdfast.core.page import Flag, Word
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir, open_log
+
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+SAMPLE_S = 0.12  # CPU time is counted in hundredths of a second
+ANSWER_S = 0.5  # stacks are there within this, or the process does not answer
+POLL_S = 0.01
+STACKS_SIZE_BYTES_MAX = 256 * 1024
+WHERE_LENGTH_MAX = 240
+FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_INNER = ("/torch/", "/holdfast/", "/lib/python", "<frozen")
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
+
+
+class Sample(NamedTuple):
+    """One look at a process: the letter of its state, CPU seconds of its main thread, its kernel wait."""
+
+    process: str
+    cpu_s: float
+    wchan: str
+    at_s: float
+
+
+class Finding(NamedTuple):
+    """What was found about one process."""
+
+    process: str
+    cpu: float
+    wchan: str
+    stacks: str
+
+
+def offer_stacks(path: Path, page: Page) -> None:
+    """In a worker: from now on ``STACKS_SIGNAL`` appends all stacks to ``path``.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    file = os.fdopen(open_log(path), "a")
+    _open_files.append(file)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    page[Word.FLAGS] |= Flag.STACKS
+
+
+def stacks_path(run: RunDir, member_id: MemberId) -> Path:
+    """Where a worker writes its stacks: beside its page, so that no slow disk is in the way."""
+    return run.pages() / f"stacks-{member_id}"
+
+
+def sample(pid: int) -> Sample:
+    """Look at a process; an empty state when it is gone."""
+    base = Path(f"/proc/{pid}/task/{pid}")
+    try:
+        fields = (base / "stat").read_text().rpartition(")")[2].split()
+        wchan = (base / "wchan").read_text().strip()
+    except OSError:
+        return Sample("", 0.0, "", time.monotonic())
+    return Sample(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS, wchan, time.monotonic())
+
+
+def compare(first: Sample, second: Sample) -> tuple[str, float]:
+    """State and share of a core between two looks; only what was uninterruptible both times is."""
+    passed_s = max(second.at_s - first.at_s, 1e-6)
+    cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
+    process = second.process if second.process != "D" or first.process == "D" else first.process
+    return process, cpu
+
+
+async def find(run: RunDir, workers: Sequence[tuple[MemberId, int, Page]]) -> dict[MemberId, Finding]:
+    """Look at all workers (member, pid, page) at once; takes at most ``ANSWER_S``."""
+    before = {member_id: sample(pid) for member_id, pid, _ in workers}
+    asked: dict[MemberId, tuple[Path, int]] = {}
+    for member_id, pid, page in workers:
+        path = stacks_path(run, member_id)
+        if page[Word.FLAGS] & Flag.STACKS and path.exists():
+            asked[member_id] = (path, path.stat().st_size)
+            try:
+                os.kill(pid, STACKS_SIGNAL)
+            except ProcessLookupError:
+                del asked[member_id]
+    start_s = time.monotonic()
+    waits = {m for m in asked if before[m].process not in ("T", "t")}
+    while (passed_s := time.monotonic() - start_s) < ANSWER_S:
+        waits = {m for m in waits if not is_complete(_new_text(*asked[m]))}
+        if passed_s >= SAMPLE_S and not waits:
+            break
+        await asyncio.sleep(POLL_S)
+    found = {}
+    for member_id, pid, _ in workers:
+        after = sample(pid)
+        process, cpu = compare(before[member_id], after)
+        stacks = _new_text(*asked[member_id]) if member_id in asked else ""
+        found[member_id] = Finding(process, cpu, after.wchan, stacks)
+    return found
+
+
+def is_complete(stacks: str) -> bool:
+    """The stack of the thread that took the signal is there; it is written last."""
+    return "Current thread" in stacks and stacks.endswith("\n") and bool(FRAME.search(_current(stacks)))
+
+
+def _new_text(path: Path, offset: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(STACKS_SIZE_BYTES_MAX).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _current(stacks: str) -> str:
+    return stacks.partition("Current thread")[2].partition("\n\n")[0]
+
+
+def where(stacks: str) -> str:
+    """Innermost frame of the thread that took the signal (the main thread), and the first one of the user's code."""
+    frames = [match.groupdict() for match in FRAME.finditer(_current(stacks))]
+    if not frames:
+        return ""
+    text = _frame(frames[0])
+    user = next((f for f in frames if not any(inner in f["file"] for inner in _INNER)), None)
+    if user is not None and user is not frames[0]:
+        text = f"{text}, called from {_frame(user)}"
+    return text[:WHERE_LENGTH_MAX]
+
+
+def _frame(frame: dict[str, str]) -> str:
+    return f"{frame['name']} ({Path(frame['file']).name}:{frame['line']})"

@@ -1,0 +1,173 @@
+"""The agent's eyes: looks at the status pages, says when all workers stand still, and gathers evidence when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import Evidence, Gather, Message, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.page import Flag, Word
+from holdfast.core.progress import Limits, Progress, Reading
+from holdfast.errors import ProtocolError
+from holdfast.runtime.evidence import Finding, find, where
+from holdfast.runtime.page import Page
+from holdfast.runtime.procs import Life
+from holdfast.runtime.rundir import RunDir, write_private
+
+REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
+PACE_S = 5.0
+
+
+class Watcher:
+    """Looks at the workers of one node.
+
+    Args:
+        living: the processes of this node, by member.
+        post: takes what is to be told to the controller.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        node_id: NodeId,
+        limits: Limits,
+        living: Mapping[MemberId, Life],
+        post: Callable[[Message], None],
+    ) -> None:
+        self._run = run
+        self._node_id = node_id
+        self._limits = limits
+        self._living = living
+        self._post = post
+        self._progress = Progress(limits)
+        self._pages: dict[MemberId, Page] = {}
+        self._generation = Generation(0, 0)
+        self._told_s = 0.0
+        self._paced_s = 0.0
+        self._gathering: asyncio.Task[None] | None = None
+
+    async def watch(self) -> None:
+        """Look until cancelled; returns at once when hangs are not looked for."""
+        try:
+            while self._limits.factor > 0:
+                await asyncio.sleep(self._limits.look_s)
+                self.look(time.monotonic())
+        finally:
+            for page in self._pages.values():
+                page.close()
+            self._pages.clear()
+
+    def look(self, now: float) -> None:
+        """One look at all pages."""
+        if self._gathering is not None and self._gathering.done():
+            self._gathering.result()
+            self._gathering = None
+        self._open_pages()
+        pages = [page for page in self._pages.values() if page[Word.PID]]
+        if not pages:
+            return
+        self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in pages)
+        change = self._progress.look(now, [read(page) for page in pages])
+        if change is False:
+            self._post(Moved(node_id=self._node_id, generation=self._generation))
+        elif self._progress.stalled and (change or now - self._told_s >= REPEAT_S):
+            self._told_s = now
+            holding = [s for s in self._progress.stalls() if not s.waits]
+            self._post(
+                Stalled(
+                    node_id=self._node_id,
+                    generation=self._generation,
+                    idle_s=min(s.idle_s for s in holding),
+                    bound_s=max(s.bound_s for s in holding),
+                    step_s=self._progress.step_s,
+                )
+            )
+        if now - self._paced_s >= PACE_S:
+            self._paced_s = now
+            paces = tuple(Pace(*pace) for pace in self._progress.paces())
+            if paces:
+                self._post(Paced(node_id=self._node_id, generation=self._generation, ranks=paces))
+
+    def gather(self, order: Gather) -> None:
+        """Look at everything, then answer; in the background."""
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
+
+    def _open_pages(self) -> None:
+        for member_id in [m for m in self._pages if m not in self._living]:
+            self._pages.pop(member_id).close()
+        for member_id in self._living:
+            if member_id not in self._pages:
+                try:
+                    self._pages[member_id] = Page.open(self._run.page_path(member_id))
+                except (OSError, ProtocolError):
+                    continue  # half-made, or removed at the end of the run
+
+    async def _gather(self, order: Gather) -> None:
+        workers = [
+            (member_id, self._living[member_id].pid, page)
+            for member_id, page in sorted(self._pages.items())
+            if member_id in self._living and page[Word.PID]
+        ]
+        found = await find(self._run, workers)
+        if not self._progress.stalled:
+            return  # somebody moved meanwhile: the controller was told
+        stalls = {stall.member_id: stall for stall in self._progress.stalls()}
+        ranks = []
+        for member_id, _, _ in workers:
+            page, stall = self._pages.get(member_id), stalls.get(member_id)
+            if page is None or stall is None:
+                continue
+            finding = found[member_id]
+            seen = read(page)
+            ranks.append(
+                RankEvidence(
+                    member_id=member_id,
+                    rank=seen.rank,
+                    step=seen.step,
+                    phase=seen.phase.name.lower(),
+                    idle_s=round(stall.idle_s, 3),
+                    bound_s=round(stall.bound_s, 3),
+                    sequence=page[Word.SEQUENCE],
+                    usual_sequence=page[Word.USUAL_SEQUENCE],
+                    process=finding.process,
+                    cpu=round(finding.cpu, 3),
+                    wchan=finding.wchan,
+                    where=where(finding.stacks),
+                    section=seen.section,
+                    stacks=self._keep(order.number, seen.rank, finding),
+                )
+            )
+        self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
+
+    def _keep(self, number: int, rank: int, finding: Finding) -> str:
+        """Write the stacks into the run directory; returns the path below it, empty when there are none."""
+        if not finding.stacks:
+            return ""
+        name = Path("evidence") / f"H{number:03d}" / f"rank-{rank:05d}.txt"
+        path = self._run.path / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, finding.stacks.encode())
+        return os.fspath(name)
+
+
+def read(page: Page) -> Reading:
+    """What progress is judged by."""
+    step, phase = page.state()
+    flags = page[Word.FLAGS]
+    return Reading(
+        member_id=MemberId(page[Word.MEMBER]),
+        rank=page[Word.RANK],
+        step=step,
+        phase=phase,
+        mark=(page[Word.STATE], page[Word.ENTERED_NS], page[Word.COLLECTIVES], page[Word.REPEATED], flags),
+        committed=page[Word.COMMITTED],
+        step_s=page[Word.STEP_NS] / 1e9,
+        busy_s=page[Word.BUSY_NS] / 1e9,
+        section=page.section(),
+        compiling=bool(flags & Flag.COMPILING),
+    )

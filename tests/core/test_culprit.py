@@ -1,0 +1,77 @@
+"""Who is to blame, as a table: evidence in, name and confidence out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core.culprit import blame
+from holdfast.core.ids import MemberId
+from holdfast.core.messages import RankEvidence
+
+
+def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
+    phase, step, sequence = place.split(":")
+    return RankEvidence(
+        member_id=MemberId(rank + 1),
+        rank=rank,
+        step=int(step),
+        phase=phase,
+        sequence=int(sequence),
+        idle_s=2.0,
+        bound_s=1.8,
+        **{"usual_sequence": 4, "process": "S", **more},
+    )
+
+
+def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEvidence]:
+    """Three ranks in backward, and one that differs."""
+    return [seen(rank, place, **more) if rank == odd else seen(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "answer", "ranks", "confidence", "reason"),
+    [
+        (four(2, process="T", wchan="do_signal_stop"), "kill", (2,), "certain", "stopped (state T)"),
+        (four(2, "vote:20:3", process="T"), "kill", (2,), "certain", "in vote of step 20"),
+        (four(1, "save:20:0", process="D", wchan="rpc_wait"), "kill", (1,), "certain", "rpc_wait"),
+        (four(1, "forward:20:0", process="R", cpu=1.0), "kill", (1,), "certain", "3 others got to backward"),
+        (four(0, "backward:20:2"), "kill", (0,), "certain", "collective 2"),
+        (four(3, "loading:20:0"), "kill", (3,), "certain", "data loader"),
+        (four(3, "section:20:0", section="eval"), "kill", (3,), "certain", "section 'eval'"),
+        (four(3, "vote:20:4"), "kill", (3,), "likely", "went on to vote of step 20"),
+        (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),
+        (four(2, process="R", cpu=0.97), "kill", (2,), "likely", "97% of a core"),
+        ([seen(r) for r in range(4)], "retry", (), "unclear", "all 4 ranks wait"),
+        ([seen(r, cpu=1.0, process="R") for r in range(4)], "wait", (), "unclear", "slow, not stuck"),
+        ([seen(r, process="T") for r in range(4)], "wait", (), "unclear", "4 of 4 processes are stopped"),
+        ([seen(0, process="T")], "kill", (0,), "certain", "stopped"),
+        ([seen(0, cpu=1.0, process="R")], "wait", (), "unclear", "the only rank"),
+        ([seen(0)], "kill", (0,), "likely", "neither moves nor computes"),
+        ([seen(0, "in_doubt:20:4")], "wait", (), "unclear", "control plane"),
+        ([], "wait", (), "unclear", "control plane"),
+    ],
+)
+def test_the_one_that_differs(
+    evidence: list[RankEvidence], answer: str, ranks: tuple[int, ...], confidence: str, reason: str
+) -> None:
+    found = blame(evidence)
+    assert (found.answer, found.ranks, found.confidence) == (answer, ranks, confidence)
+    assert reason in found.reason
+
+
+def test_who_waits_for_the_control_plane_is_left_out() -> None:
+    assert blame([seen(0, "finished:40:0"), *four(2, process="T")[1:]]).ranks == (2,)
+
+
+def test_collectives_are_compared_only_where_all_ranks_have_the_same_number() -> None:
+    stages = [seen(r, f"forward:20:{1 + r // 2}", usual_sequence=3 + r // 2) for r in range(4)]
+    assert blame(stages).answer == "retry"  # pipeline stages: their numbers differ every step
+    assert blame([*stages[:3], seen(3, "forward:20:2", usual_sequence=4, cpu=0.9)]).ranks == (3,)
+
+
+def test_a_majority_is_never_killed() -> None:
+    for behind in range(1, 8):
+        evidence = [seen(r, "forward:20:0" if r < behind else "vote:20:4") for r in range(8)]
+        assert len(blame(evidence).ranks) <= 4

@@ -1,0 +1,169 @@
+"""When a worker has been still for too long: learned, never below a floor, and nobody's fault while nobody looked."""
+
+from __future__ import annotations
+
+from holdfast.core.ids import MemberId
+from holdfast.core.page import Phase
+from holdfast.core.progress import Limits, Progress, Reading
+
+LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=100.0, idle_s=50.0, section_s=200.0, look_s=0.1)
+STEP_S = 0.2
+
+
+class World:
+    """Workers that take steps of ``STEP_S``, looked at every 0.1 s."""
+
+    def __init__(self, ranks: int = 4, limits: Limits = LIMITS) -> None:
+        self.progress = Progress(limits)
+        self.now = 1000.0
+        self.step = 0
+        self.mark = 0
+        self.phase = dict.fromkeys(range(ranks), Phase.FORWARD)
+        self.still: set[int] = set()
+        self.marks = dict.fromkeys(range(ranks), 0)
+        self.section = ""
+
+    def look(self) -> bool | None:
+        self.now += LIMITS.look_s
+        self.mark += 1
+        for rank in self.phase:
+            if rank not in self.still:
+                self.marks[rank] = self.mark
+        return self.progress.look(self.now, [self.reading(rank) for rank in self.phase])
+
+    def reading(self, rank: int) -> Reading:
+        member = MemberId(rank + 1)
+        return Reading(
+            member,
+            rank,
+            self.step,
+            self.phase[rank],
+            (self.marks[rank],),
+            self.step,
+            STEP_S,
+            0.1,
+            self.section,
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            assert not self.look() and not self.look()
+            self.step += 1
+
+    def until(self, changed: bool, looks: int = 5000) -> float:
+        """Seconds until the stall begins or ends."""
+        since = self.now
+        for _ in range(looks):
+            if self.look() is changed:
+                return self.now - since
+        raise AssertionError("nothing happened")
+
+    def stop(self) -> None:
+        self.still = set(self.phase)
+
+
+def test_a_stop_is_seen_after_the_factor_of_the_median() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    assert 10 * STEP_S <= world.until(True) <= 10 * STEP_S + 0.3
+
+
+def test_the_floor_holds_for_fast_steps() -> None:
+    world = World(limits=Limits(factor=10.0, floor_s=4.0, look_s=0.1))
+    world.train(20)
+    world.stop()
+    assert 4.0 <= world.until(True) <= 4.3
+
+
+def test_one_rank_that_moves_holds_everything_back() -> None:
+    world = World()
+    world.train(20)
+    world.still = {0, 1, 2}
+    assert all(world.look() is None for _ in range(1000))
+    world.still = {0, 1, 2, 3}
+    world.until(True)
+    world.still = {0, 1, 3}
+    assert world.look() is False
+
+
+def test_the_bound_of_the_one_that_is_waited_for_counts() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    world.phase[2] = Phase.READY  # rank 2 does something unannounced between two steps
+    assert world.until(True) >= LIMITS.idle_s
+
+
+def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    world.phase[0] = Phase.FINISHED
+    assert world.until(True) < 3.0
+    world.phase = dict.fromkeys(world.phase, Phase.IN_DOUBT)
+    assert world.look() is False and all(world.look() is None for _ in range(500))
+
+
+def test_before_there_are_samples_the_bound_is_generous() -> None:
+    world = World()
+    world.train(2)
+    world.stop()
+    assert world.until(True) >= LIMITS.idle_s
+    assert Progress(LIMITS).bound_s(world.reading(0)._replace(phase=Phase.STARTING), 0) == LIMITS.start_s
+
+
+def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> None:
+    world = World()
+    world.train(20)
+    world.still = {0, 1, 2, 3}
+    for _ in range(18):
+        assert not world.look()  # nine medians
+    world.still = set()
+    world.train(1)
+    usual = 10 * STEP_S
+    fresh = world.progress.bound_s(world.reading(0), 99)
+    assert fresh > 1.7 * usual
+    world.train(300)
+    assert world.progress.bound_s(world.reading(0), 99) == usual
+
+
+def test_sections_are_learned_by_name() -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.SECTION)
+    world.section = "eval"
+    world.look()
+    world.stop()
+    assert all(world.look() is None for _ in range(100))  # ten seconds, the first of its name
+    world.still = set()
+    world.look()
+    assert 29 < world.progress.bound_s(world.reading(0), 99) < 32
+    world.section = "export"
+    assert world.progress.bound_s(world.reading(0), 99) == LIMITS.section_s
+
+
+def test_time_that_nobody_looked_does_not_count() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    for _ in range(3):
+        world.now += 3600.0  # the machine was suspended, or the agent was
+        assert world.look() is None
+
+
+def test_a_replaced_process_starts_over() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    world.until(True)
+    readings = [world.reading(rank)._replace(member_id=MemberId(rank + 10)) for rank in world.phase]
+    assert world.progress.look(world.now + 0.1, readings) is False
+
+
+def test_paces_leave_out_what_is_not_known() -> None:
+    world = World()
+    world.train(2)
+    assert world.progress.paces() == []
+    world.train(20)
+    assert world.progress.paces() == [(rank, 18, 0.1) for rank in range(4)]
