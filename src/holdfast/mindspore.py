@@ -20,6 +20,7 @@ from mindspore import nn
 
 from holdfast.adapters.base import Adapter
 from holdfast.adapters.mindspore.adapter import MindSporeAdapter, place
+from holdfast.adapters.mindspore.files import export_checkpoint, import_checkpoint
 from holdfast.adapters.mindspore.gate import Relay
 from holdfast.adapters.mindspore.state import Slice
 from holdfast.errors import UsageError
@@ -27,7 +28,7 @@ from holdfast.session.api import configure_logging
 from holdfast.session.session import Session, Settings
 from holdfast.session.step import Step
 
-__all__ = ["Callback", "Slice", "guard", "session", "train"]
+__all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
 
 STEPS_MAX = 2**62
 

@@ -137,3 +137,12 @@ def free_port() -> int:
     from holdfast.runtime.spawn import free_port as found
 
     return found()
+
+
+def test_a_cut_connection_is_answered_inside_the_graph(tmp_path: Path, undisturbed: set[str]) -> None:
+    """Nobody dies, nobody restarts: the same gradients are summed again over new connections."""
+    with Launched(tmp_path, *RUN, JOB, env={"JOB_CUT": "1@9"}) as run:
+        assert run.wait() == 0, run.output
+        assert digests(run) == undisturbed
+        assert len(run.events("member_started")) == WORLD
+        assert [e.data["action"] for e in run.events("verdict")] == ["retry_in_place"]

@@ -62,7 +62,8 @@ class MindSporeAdapter:
         check_supported()
         self.rank, self.world_size = place()
         self._seed = seed
-        self._cell = cell
+        self._host = _gate_place(cell)
+        self._before = self._host.grad_reducer
         self._redo = redo
         self._native = parallel_mode() == "data_parallel" and self.world_size > 1
         self._graph = ms.get_context("mode") == ms.GRAPH_MODE
@@ -75,8 +76,6 @@ class MindSporeAdapter:
         self._held = -1
         self._passed = False
         self._buffers: NDArray[Any] | None = None
-        self._host = _gate_place(cell)
-        self._before = self._host.grad_reducer
 
     # ------------------------------------------------------------------ hooks
 

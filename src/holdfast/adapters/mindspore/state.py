@@ -157,7 +157,7 @@ class MindSporeState:
     def read(self, fqn: str) -> Array:
         """The parameter's value now; shared with the framework where it can be."""
         try:
-            return np.ascontiguousarray(self._parameters[fqn].asnumpy())
+            return np.asarray(self._parameters[fqn].asnumpy(), order="C")
         except TypeError as error:  # bfloat16 has no NumPy type here
             raise StateError(
                 f"parameter {fqn!r}: {self._parameters[fqn].dtype} cannot be saved: {error}"

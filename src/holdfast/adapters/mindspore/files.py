@@ -1,0 +1,254 @@
+"""Checkpoints to and from MindSpore's own files, so that its tools work on what Holdfast wrote.
+
+Theory. MindSpore describes a slice by a *device matrix* (the ranks as a grid, row by row) and a *tensor map* (which
+axis of the grid, counted from the right, cuts which dimension; -1: none). Our catalogue knows the box of every rank, so
+both follow: a dimension cut into n equal parts, with part (rank // stride) % n on each rank, is the axis of that size
+and stride. Any other layout (uneven parts, no grid) has no such description and is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import mindspore as ms
+import numpy as np
+from mindspore.train.node_strategy_pb2 import ParallelGroupMap, ParallelStrategyMap
+from numpy.typing import NDArray
+
+from holdfast.adapters.mindspore.state import MindSporeState
+from holdfast.adapters.numpy import DTYPE_NAMES
+from holdfast.core.ids import Generation, SaveId
+from holdfast.errors import CheckpointInvalid, StateError, UsageError
+from holdfast.store.layout import Box, Catalogue, TensorEntry
+from holdfast.store.plan import plan
+from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.root import resolve
+from holdfast.store.writer import write_share
+
+PREFIX = "optimizer."
+STEP_NAMES = ("global_step", "step_num")
+_NUMPY = {
+    name: np.dtype(kind) for kind, name in DTYPE_NAMES.items() if not kind.startswith(("bfloat", "float8"))
+}
+
+Format = Literal["ckpt", "safetensors"]
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "checkpoint",
+    form: Format = "ckpt",
+) -> list[Path]:
+    """Write a checkpoint of Holdfast's as MindSpore's: ``rank_N/<name>.ckpt``, a strategy file and group info per rank.
+
+    Args:
+        path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
+        folder: gets ``rank_N/<name>.<form>``, ``strategy/src_strategy_N.ckpt`` and ``rank_N/group_info.pb``.
+        name: of the files.
+        form: ``ckpt`` or ``safetensors``.
+
+    Returns:
+        The files of the ranks, by rank. ``transform_checkpoints``, ``load_distributed_checkpoint``,
+        ``get_ckpt_path_with_strategy`` and ``restore_group_info_list`` work on them.
+
+    Raises:
+        UsageError, NothingToResume: no such checkpoint.
+        CheckpointInvalid: damaged.
+        StateError: a layout that MindSpore's strategy files cannot describe.
+    """
+    found, target = resolve(os.fspath(path)), Path(folder)
+    catalogue = load_catalogue(found)
+    held = {rank: _boxes_of(catalogue, rank) for rank in range(catalogue.world)}
+    strategy = _strategy(catalogue, held)
+    written = []
+    for rank, boxes in held.items():
+        own = target / f"rank_{rank}"
+        own.mkdir(parents=True, exist_ok=True)
+        (target / "strategy").mkdir(exist_ok=True)
+        (target / "strategy" / f"src_strategy_{rank}.ckpt").write_bytes(strategy)
+        (own / "group_info.pb").write_bytes(_group_info(held, rank))
+        arrays = _read(found, catalogue, boxes)
+        tensors = [
+            {"name": fqn.removeprefix(PREFIX), "data": ms.Tensor(array)} for fqn, array in arrays.items()
+        ]
+        file = own / f"{name}.{form}"
+        ms.save_checkpoint(tensors, str(file), format=form)
+        written.append(file)
+    return written
+
+
+def import_checkpoint(
+    file: str | os.PathLike[str], cell: Any, root: str | os.PathLike[str], *, step: int | None = None
+) -> Path:
+    """Take a ``.ckpt`` or ``.safetensors`` of MindSpore's as a verified checkpoint, to go on from.
+
+    Args:
+        file: with all parameters of ``cell``.
+        cell: the training cell (network and optimizer); it gets the values too.
+        root: directory of checkpoints, as a session's ``checkpoint=``.
+        step: updates done; by default what the file says (``global_step``, else ``step_num``).
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UsageError: no such file, or it does not say its step.
+        CheckpointInvalid: MindSpore cannot read it, or it lacks parameters of the cell.
+        StoreWriteError: ``root`` cannot be written.
+    """
+    source = Path(file)
+    if not source.is_file():
+        raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
+    form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
+    try:
+        loaded = ms.load_checkpoint(str(source), format=form)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointInvalid(
+            f"{source}: MindSpore cannot read it: {' '.join(str(error).split())[:200]}"
+        ) from error
+    missing, _ = ms.load_param_into_net(cell, loaded)
+    if missing:
+        raise CheckpointInvalid(f"{source} lacks parameters of the cell: {', '.join(missing[:10])}")
+    done = _step_in(loaded) if step is None else step
+    if done is None:
+        raise UsageError(f"{source} does not say its step", hint="import_checkpoint(..., step=N)")
+    state = MindSporeState(cell, cell.optimizer, {}, {}, copy_all=False)
+    collected = state.collect(frozen=False)
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    save_id = SaveId("imported", Generation(0, 0), done, 0, "request")
+    session = {"step": done, "seed": 0, "world": 1, "place": {"loop": 0, "at": None}}
+    values = {**collected.values, "session": session}
+    write_share(
+        Path(root), save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, values, {0: {}}
+    )
+    return Path(root) / save_id.directory()
+
+
+def _step_in(loaded: Mapping[str, Any]) -> int | None:
+    for name in STEP_NAMES:
+        if name in loaded:
+            return int(np.asarray(loaded[name].asnumpy()).reshape(-1)[0])
+    return None
+
+
+def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
+    """The box of each tensor that a rank holds."""
+    boxes: dict[str, Box] = {}
+    for tensor in catalogue.tensors:
+        for entry in tensor.boxes:
+            if any(rank in catalogue.classes[c] for c in entry.classes):
+                if tensor.fqn in boxes:
+                    raise StateError(
+                        f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
+                    )
+                boxes[tensor.fqn] = entry.box
+    return boxes
+
+
+def _read(path: Path, catalogue: Catalogue, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
+    """The boxes of one rank, verified."""
+    arrays: dict[str, NDArray[Any]] = {}
+    targets = []
+    for tensor in catalogue.tensors:
+        if tensor.fqn not in boxes:
+            continue
+        if tensor.dtype not in _NUMPY:
+            raise StateError(f"tensor {tensor.fqn!r}: type {tensor.dtype} cannot be exported")
+        box = boxes[tensor.fqn]
+        array = arrays[tensor.fqn] = np.empty(box.sizes, _NUMPY[tensor.dtype])
+        data = array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray(0))
+        targets.append(Target(tensor.fqn, box, tensor.dtype, data, tensor.shape))
+    load_into(path, targets, known=[t.fqn for t in catalogue.tensors if t.fqn not in arrays])
+    return arrays
+
+
+# ---------------------------------------------------------------- strategy files
+
+
+def _strategy(catalogue: Catalogue, held: Mapping[int, Mapping[str, Box]]) -> bytes:
+    """MindSpore's ParallelStrategyMap for all tensors."""
+    message = ParallelStrategyMap()
+    message.current_stage = 0
+    for tensor in catalogue.tensors:
+        if not all(tensor.fqn in boxes for boxes in held.values()):
+            raise StateError(
+                f"tensor {tensor.fqn!r} is not on every rank: MindSpore describes that by pipeline stages"
+            )
+        matrix, mapping = describe(tensor, [held[rank][tensor.fqn] for rank in range(catalogue.world)])
+        item = message.parallel_layout_item.add()
+        item.param_name = tensor.fqn.removeprefix(PREFIX)
+        layout = item.parallel_layouts
+        layout.dev_matrix.add().dim.extend(matrix)
+        layout.tensor_map.add().dim.extend(mapping)
+        # Present and empty: even slices. Without them load_distributed_checkpoint fails.
+        layout.param_split_shape.add()
+        layout.indices_offset.add()
+        layout.field = 0
+        layout.opt_weight_shard_step, layout.opt_weight_shard_size = 0, 0
+    # merge_pipeline_strategys calls a file without any operator empty.
+    operator = message.parallel_strategy_item.add()
+    operator.node_name = "holdfast"
+    operator.parallel_strategys.stage = 0
+    operator.parallel_strategys.parallel_strategy.add().dim.extend([1])
+    return bytes(message.SerializeToString())
+
+
+def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int]]:
+    """Device matrix and tensor map of a tensor whose box on rank r is ``boxes[r]``.
+
+    Raises:
+        StateError: the boxes are no even grid over the ranks.
+    """
+    world, sizes = len(boxes), boxes[0].sizes
+    refused = StateError(
+        f"tensor {tensor.fqn!r}: its boxes are no even grid over the ranks, which MindSpore needs"
+    )
+    if not tensor.shape or any(box.sizes != sizes for box in boxes):
+        if all(box == Box.whole(tensor.shape) for box in boxes):
+            return [world], []
+        raise refused
+    cuts: list[tuple[int, int, int]] = []  # stride over the ranks, parts, dimension
+    for dimension, (size, whole) in enumerate(zip(sizes, tensor.shape, strict=True)):
+        parts = whole // size if size else 1
+        if parts == 1 and size == whole:
+            continue
+        places = [box.offsets[dimension] // size for box in boxes]
+        if whole % size or 1 not in places:
+            raise refused
+        stride = places.index(1)
+        if any(place != rank // stride % parts for rank, place in enumerate(places)):
+            raise refused
+        cuts.append((stride, parts, dimension))
+    matrix: list[int] = []
+    axis_of: dict[int, int] = {}
+    span = world
+    for stride, parts, dimension in sorted(cuts, reverse=True):
+        if span % (stride * parts):
+            raise refused
+        if span > stride * parts:
+            matrix.append(span // (stride * parts))
+        axis_of[dimension] = len(matrix)
+        matrix.append(parts)
+        span = stride
+    if span > 1 or not matrix:
+        matrix.append(span)
+    assert prod(matrix) == world
+    mapping = [len(matrix) - 1 - axis_of[d] if d in axis_of else -1 for d in range(len(sizes))]
+    return matrix, mapping
+
+
+def _group_info(held: Mapping[int, Mapping[str, Box]], rank: int) -> bytes:
+    """MindSpore's ParallelGroupMap: the ranks whose slices can stand in for this one's."""
+    message = ParallelGroupMap()
+    same = [other for other, boxes in held.items() if boxes == held[rank]]
+    item = message.parallel_group_item.add()
+    item.group_name = "holders"
+    item.parallel_group_ranks.dim.extend(same)
+    message.ckpt_restore_rank_list.dim.extend(same)
+    return bytes(message.SerializeToString())
