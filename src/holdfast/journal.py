@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import xxhash
@@ -154,14 +154,14 @@ class Journal:
         self._end = -1  # offset up to which ``_seq`` is known
         self._seq = 0
 
-    @staticmethod
-    def open(path: Path, who: str) -> Journal:
+    @classmethod
+    def open(cls, path: Path, who: str) -> Self:
         """Open or make the log (0600).
 
         Raises:
             OSError: it cannot be written.
         """
-        return Journal(path, who, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        return cls(path, who, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
 
     def close(self) -> None:
         """Close the file."""

@@ -27,7 +27,7 @@ from holdfast.errors import AuthError, ProtocolError
 GREETING_SIZE_BYTES_MAX = 1024
 NONCE_SIZE_BYTES = 32
 PREFIX_SIZE_BYTES = 4
-ROLES = frozenset({"worker", "cli", "agent", "controller"})
+ROLES = frozenset({"worker", "cli", "agent", "controller", "peer"})
 
 M = TypeVar("M")
 

@@ -39,10 +39,24 @@ CASES = [
     (
         Exit.USAGE,
         ["run", "--nnodes", "2", "train.py"],
-        "several nodes arrive with lost-node recovery",
-        "--nnodes 1",
+        "--token-file is missing",
+        "openssl rand",
     ),
-    (Exit.USAGE, ["run", "--nnodes", "1:4", "train.py"], "--nnodes 1:4", "torchrun"),
+    (Exit.USAGE, ["run", "--nnodes", "4:1", "train.py"], "--nnodes 4:1", "--help"),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node-rank 2", "one node"),
+    (
+        Exit.USAGE,
+        ["run", "--nnodes", "2", "--master-addr", "no.such.host.invalid", "train.py"],
+        "no.such.host.invalid",
+        "--master-addr",
+    ),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "192.0.2.1", "train.py"], "192.0.2.1", "--bind ADDRESS"),
+    (
+        Exit.BAD_INPUT,
+        ["run", "--nnodes", "2", "--token-file", "none", "train.py"],
+        "token none",
+        "check the path",
+    ),
     (Exit.USAGE, ["run", "--nnodes", "many", "train.py"], "neither a number nor MIN:MAX", "--help"),
     (Exit.USAGE, ["run", "--node-rank", "1", "train.py"], "--node-rank 1", "leave --node-rank out"),
     (Exit.USAGE, ["run", "--master-port", "99999", "train.py"], "no port number", "free one"),
@@ -81,7 +95,7 @@ def test_refused(holdfast: Run, tmp_path: Path, code: Exit, args: list[str], say
 
 def test_variable_is_checked_like_the_flag(holdfast: Run, tmp_path: Path) -> None:
     env = {"PET_NNODES": "2"}
-    refused(holdfast, tmp_path, Exit.USAGE, "run", "train.py", says="--nnodes 2", then="--nnodes 1", env=env)
+    refused(holdfast, tmp_path, Exit.USAGE, "run", "train.py", says="--token-file", then="openssl", env=env)
 
 
 def test_busy_port(holdfast: Run, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_threads_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_without_effect_say_why() -> None:
-    notes = asked(standalone=True, rdzv_endpoint="localhost:0", rdzv_backend="c10d").notes
+    notes = asked(standalone=True, rdzv_endpoint="localhost:29400", rdzv_backend="c10d").notes
     assert len(notes) == 3 and all("has no effect: " in note for note in notes)
     assert asked().notes == ()
     assert asked(standalone=False).notes == ()

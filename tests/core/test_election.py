@@ -14,7 +14,6 @@ from holdfast.core.council import (
     Keep,
     Lead,
     LeaderLost,
-    Rolled,
     StandDown,
     StartController,
     VoteAsk,
@@ -26,6 +25,7 @@ from holdfast.core.ids import NodeId
 from holdfast.core.messages import (
     Command,
     Message,
+    Rolled,
     Send,
     Tick,
 )
@@ -62,7 +62,7 @@ def lead(machine: Election, *others: NodeId) -> list[Command]:
     done: list[Command] = []
     for voter in others:
         done += post(machine, VoteSaid(voter=voter, term=machine.kept.term, trial=False, granted=True))
-    return done + post(machine, ControllerUp(host="h", port=1))
+    return done + post(machine, ControllerUp(term=machine.kept.term, host="h", port=1))
 
 
 def test_one_node_elects_itself_at_once_and_again_when_its_controller_dies() -> None:

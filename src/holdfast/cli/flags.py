@@ -12,7 +12,7 @@ from typing import Literal
 Kind = Literal["text", "whole", "number", "switch"]
 Use = Literal["used", "no effect", "refused"]
 
-_ONE_NODE = "the workers of one node meet on loopback through the agent"
+_ONE_NODE = "the workers meet through the agents"
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | 
 
 FLAGS: tuple[Flag, ...] = (
     _used("--nproc-per-node", "text", "workers to start: a number, auto, cpu, gpu or xpu", "1"),
-    _used("--nnodes", "text", "1 or 1:1; several nodes arrive with lost-node recovery", "1:1"),
-    _used("--node-rank", "whole", "0: this version runs one node", 0),
-    _used("--master-addr", "text", "MASTER_ADDR of the workers; an address of this machine", "127.0.0.1"),
-    _used("--master-port", "whole", "MASTER_PORT of the workers; must be free (default: a free one)"),
+    _used("--nnodes", "text", "nodes that hold ranks, or MIN:MAX: those beyond MIN wait as spares", "1:1"),
+    _used("--node-rank", "whole", "number of this node, from 0; a number of its own for each host", 0),
+    _used("--master-addr", "text", "first contact of the agents, an address of node 0; on one node MASTER_ADDR of the "
+          "workers", "127.0.0.1"),
+    _used("--master-port", "whole", "port of the first contact, 29500 by default; on one node MASTER_PORT of the "
+          "workers, by default a free one"),
     _used("--rdzv-backend", "text", f"static or c10d, without effect: {_ONE_NODE}; etcd is refused", "static"),
-    _idle("--rdzv-endpoint", "text", _ONE_NODE),
+    _used("--rdzv-endpoint", "text", "HOST:PORT, or several with commas: contacts instead of --master-addr"),
     _idle("--rdzv-id", "text", "the run is named by --run-id"),
     _idle("--rdzv-conf", "text", _ONE_NODE),
     _idle("--standalone", "switch", "one node is always standalone here"),
@@ -106,6 +108,9 @@ FLAGS: tuple[Flag, ...] = (
     _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
+    _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
+    _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
+    _own("--witness", "text", "directory on shared storage: of two nodes, the one that claims it first goes on alone"),
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),

@@ -52,7 +52,7 @@ def launch(request: Request) -> int:
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
-    run_dir.create()
+    run_dir.create(request.token)
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         return Launcher(request, run_dir).run()
@@ -71,6 +71,7 @@ class Launcher:
         self._answered = 0
         self._faults_shown = 0
         self._recoveries_shown = 0
+        self._warnings_shown = 0
 
     def run(self) -> int:
         """Until the run is over."""
@@ -148,6 +149,9 @@ class Launcher:
             screen.rank(rank, line)
 
     def _show_faults(self, screen: Screen) -> None:
+        for warning in self.watch.story.warnings[self._warnings_shown :]:
+            screen.say(f"warning: {warning}")
+        self._warnings_shown = len(self.watch.story.warnings)
         faults = self.watch.story.faults
         for fault in faults[self._faults_shown :]:
             screen.say(f"{fault.name}: {fault_text(fault)}")

@@ -16,14 +16,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS
+from holdfast.runtime.peers import address_towards
+from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import RunSettings
 
+DEFAULT_PORT = 29500
 RUN_HELP = "holdfast run --help"
 _COUNT_DEVICES = {
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
@@ -42,6 +45,7 @@ class Request:
     shown_ranks: frozenset[int]
     signals: tuple[signal.Signals, ...]
     notes: tuple[str, ...]
+    token: bytes = b""  # of the job; empty: a new one is made
 
 
 def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
@@ -59,11 +63,13 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         ScriptError: no such script, module or program.
     """
     notes = _refuse_and_note(values, given)
-    _check_single_node(values)
+    nodes = _nodes(values, given)
     kind = _kind(values)
     target = _target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
     run_id = _run_id(values["run_id"], script)
+    if nodes.several:
+        run_id = f"{run_id}-{nodes.node}"
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
     grace_s = float(values["grace_s"])
@@ -77,8 +83,15 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         command=("holdfast", *sys.argv[1:]),
         created_at=time.time(),
         nproc=nproc,
+        nnodes=nodes.least,
+        nnodes_max=nodes.most,
+        node_rank=int(values["node_rank"]),
+        node=nodes.node,
+        contacts=nodes.contacts,
+        bind=nodes.bind,
+        witness=str(Path(values["witness"]).absolute()) if values["witness"] else "",
         master_addr=str(values["master_addr"]),
-        master_port=int(values["master_port"] or 0),
+        master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),
         max_restarts=_at_least(values, "max_restarts", 0),
         restart_window_s=_at_least(values, "restart_window", 1.0),
@@ -92,9 +105,12 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
     )
-    _check_address(settings, given)
+    if not nodes.several:
+        _check_address(settings, given)
+    token = _token(values["token_file"], nodes)
+    notes += _node_notes(nodes, settings)
     shown = shown_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
-    return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes)
+    return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)
 
 
 def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
@@ -115,25 +131,104 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
             hint="leave --rdzv-backend out",
         )
     if "rdzv_backend" in given:
-        notes.append(f"--rdzv-backend has no effect: {BY_KEY['rdzv_endpoint'].about}")
+        notes.append(f"--rdzv-backend has no effect: {BY_KEY['rdzv_conf'].about}")
+    if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
+        notes.append("--rdzv-endpoint has no effect: one node meets nobody")
     return tuple(notes)
 
 
-def _check_single_node(values: Mapping[str, Any]) -> None:
-    nodes = str(values["nnodes"])
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
+class Nodes(NamedTuple):
+    """What the command line says about the nodes of the job."""
+
+    least: int
+    most: int
+    node: str
+    contacts: tuple[str, ...]
+    bind: str
+
+    @property
+    def several(self) -> bool:
+        """More than one node may take part."""
+        return self.most > 1
+
+
+def _nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
+    text = str(values["nnodes"])
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
-        raise UsageError(f"--nnodes {nodes} is neither a number nor MIN:MAX", hint=RUN_HELP)
-    low, high = int(match[1]), int(match[2] or match[1])
-    if (low, high) != (1, 1):
+        raise UsageError(f"--nnodes {text} is neither a number nor MIN:MAX", hint=RUN_HELP)
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {text}: 1 <= MIN <= MAX is needed", hint=RUN_HELP)
+    number = int(values["node_rank"])
+    if not 0 <= number < most:
         raise UsageError(
-            f"--nnodes {nodes}: this version runs one node; several nodes arrive with lost-node recovery",
-            hint="use --nnodes 1, or start the script with torchrun: its session still saves at a fault",
+            f"--node-rank {number} with --nnodes {text}: the numbers are 0 to {most - 1}",
+            hint="leave --node-rank out for one node",
         )
-    if values["node_rank"] != 0:
+    if most == 1:
+        return Nodes(1, 1, "node0", (), "127.0.0.1")
+    node = f"node{number}"
+    if "node_rank" not in given and "rdzv_endpoint" in given:
+        host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
+        node = f"{host}-{secrets.token_hex(2)}"
+    asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
+    text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
+    contacts = tuple(_contact(item.strip()) for item in text.split(",") if item.strip())
+    return Nodes(least, most, node, contacts, _bind(values["bind"], contacts[0]))
+
+
+def _contact(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    host, port = (host, port) if colon else (text, str(DEFAULT_PORT))
+    try:
+        if not 0 < int(port) <= 65535:
+            raise ValueError
+        return f"{socket.gethostbyname(host)}:{int(port)}"
+    except ValueError:
+        raise UsageError(f"{text} is not of the form HOST:PORT", hint="for example 10.0.0.1:29500") from None
+    except OSError as error:
+        raise UsageError(f"the host {host} is unknown: {error.strerror or error}",
+                         hint="check --master-addr or --rdzv-endpoint") from error  # fmt: skip
+
+
+def _bind(asked: str | None, contact: str) -> str:
+    host, _, port = contact.rpartition(":")
+    try:
+        address = socket.gethostbyname(asked) if asked else address_towards(host, int(port))
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
         raise UsageError(
-            f"--node-rank {values['node_rank']}: the only node is node 0", hint="leave --node-rank out"
+            f"{asked or host} ({'--bind' if asked else 'the first contact'}): {error.strerror or error}",
+            hint="--bind ADDRESS: one of this host that the other hosts reach",
+        ) from error
+    return address
+
+
+def _token(path: str | None, nodes: Nodes) -> bytes:
+    if path is None:
+        if nodes.several:
+            raise UsageError(
+                "several nodes need a common secret: --token-file is missing",
+                hint="umask 077; openssl rand -hex 32 > token; copy it to every host; --token-file token",
+            )
+        return b""
+    return read_token(Path(path))
+
+
+def _node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
+    if not nodes.several:
+        return ()
+    where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
+    spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
+    notes = [f"{where}; {nodes.least} nodes of {settings.nproc} workers{spares}"]
+    if nodes.most == 2 and not settings.witness:
+        notes.append(
+            "two nodes are no majority of each other: when one is lost, the other one seals a checkpoint and "
+            "asks to be started again (--witness DIR lets it go on)"
         )
+    return tuple(notes)
 
 
 def _kind(values: Mapping[str, Any]) -> Any:

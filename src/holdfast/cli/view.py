@@ -116,6 +116,7 @@ class Story:
         self.ended: dict[str, Any] | None = None
         self.ended_at = 0.0
         self.faults: list[FaultView] = []
+        self.warnings: list[str] = []
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
@@ -191,6 +192,16 @@ class Story:
 
     def _on_finished(self, event: Event, data: dict[str, Any]) -> None:
         self.step = max(self.step, int(data["step"]))
+
+    def _on_root_not_shared(self, event: Event, data: dict[str, Any]) -> None:
+        nodes = ", ".join(data["nodes"])
+        self.warnings.append(
+            f"{data['root']} is not the same directory on {nodes}: checkpoints of several nodes need shared storage, "
+            "without it a lost node costs everything"
+        )
+
+    def _on_no_majority(self, event: Event, data: dict[str, Any]) -> None:
+        self.warnings.append(f"{data['reason']}: sealing what is committed here, then leaving")
 
     def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
         # An agent that gave up on controllers ends the run alone; otherwise the run has ended before.

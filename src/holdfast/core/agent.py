@@ -2,9 +2,10 @@
 
 Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, passes
 messages through, and remembers. Its memory is what makes everyone else replaceable: the last word of each
-kind of each worker of the newest generation, and what could not be delivered. A new controller gets all of it
-after the hello, and then a beat that closes the list. When the controller is gone the agent orders a new one;
-when the launcher is gone it asks for a graceful exit, because nobody watches the run any more.
+kind of each worker of the newest generation, the layouts of all ranks, and what could not be delivered. A new
+controller gets all of it after the hello, and then a beat that closes the list. When the controller is gone the
+agent orders a new one; when the launcher is gone it asks for a graceful exit, because nobody watches the run any
+more.
 
 Invariants:
 1. A member is started at most once, and never after its kill or its exit.
@@ -27,6 +28,7 @@ from holdfast.core.messages import (
     AgentBeat,
     AgentHello,
     CancelTimer,
+    Catalogued,
     Command,
     ControllerGone,
     ControllerHere,
@@ -111,6 +113,7 @@ class Agent:
         self._started: set[MemberId] = set()
         self._restarts = 0
         self._pending: deque[Message] = deque()
+        self._catalogue: Catalogued | None = None
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
@@ -175,13 +178,23 @@ class Agent:
         self._restarts = 0
         living = [w for _, w in sorted(self.workers.items()) if w.alive]
         seen = tuple(MemberSeen(w.member_id, w.generation, w.rank, w.pid, w.state, w.step) for w in living)
-        hello = AgentHello(node_id=self.node_id, slots=self.config.slots, pid=self.config.pid, members=seen)
+        config = self.config
+        hello = AgentHello(
+            node_id=self.node_id,
+            slots=config.slots,
+            pid=config.pid,
+            members=seen,
+            host=config.host,
+            port=config.port,
+        )
         self._tell(hello)
         for kind in REMEMBERED:
             for _, worker in sorted(self.workers.items()):
                 word = worker.words.get(kind.__name__)
                 if word is not None:
                     self._tell(word)
+        if self._catalogue is not None:
+            self._tell(self._catalogue)  # the layouts of ranks whose node is lost with the controller
         while self._pending:
             self._tell(self._pending.popleft())
         self._tell(AgentBeat(node_id=self.node_id))
@@ -234,6 +247,8 @@ class Agent:
         if member_id is None:
             return
         if not isinstance(event, UPWARD):
+            if isinstance(event, Catalogued):
+                self._catalogue = event
             self._out.append(Send(to=f"member:{member_id}", message=event))
             return
         worker = self.workers.get(member_id)

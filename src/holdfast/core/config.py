@@ -11,6 +11,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     world_size: int
     nnodes: int = 1
+    voters: tuple[
+        str, ...
+    ] = ()  # agents that elect the controller; a node is lost only while a majority is heard
+    alone: bool = False  # no majority can be reached: seal what is committed, and end
     term: int = 1  # counts controllers of this run; more than 1: a successor, re-derives what is going on
     library: bool = False  # the workers were started by someone else: never start any
 
@@ -22,6 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float = 1.0  # heartbeat of an agent
     lost_s: float = 3.0  # an agent is suspected after this silence
     adoption_s: float = 10.0  # and given up when no successor has joined after this much more
+    rejoin_s: float = 2.0  # a controller that takes over hears from every node within this, or loses it
     startup_s: float = 120.0  # agents and workers have to report within this
     fault_grace_s: float = 0.3  # a collective broke: wait this long for a death that explains it
     quiesce_s: float = 5.0  # leave collectives within this, or be killed
@@ -43,6 +48,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     pid: int = 0
     beat_s: float = 1.0
+    host: str = ""  # where other nodes reach this one; empty: there are none
+    port: int = 0  # a free port there
     grace_s: float = 300.0  # deadline of the graceful exit that a lost launcher causes
     pending_max: int = 10_000  # messages kept while there is no controller
     restarts_max: int = 16  # controllers started again

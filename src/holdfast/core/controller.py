@@ -48,6 +48,7 @@ from holdfast.core.messages import (
     StepReached,
     StopRun,
     Tick,
+    VotersAre,
     WorkerFailed,
     WorkerHello,
 )
@@ -102,6 +103,10 @@ class Controller:
                     self.ending.request(event.source, event.grace_s)
             case StopRun():
                 self.ending.stop(event.reason)
+            case Catalogued():
+                self.job.roster.recall(event)
+            case VotersAre():
+                self.fleet.voters = event.voters
             case Tick():
                 self._tick(now, event.name)
             case WorkerHello():

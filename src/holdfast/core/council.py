@@ -135,8 +135,9 @@ class LeaderLost(Message, frozen=True):
 
 
 class ControllerUp(Message, frozen=True):
-    """The controller of this agent listens (event for an election)."""
+    """The controller of ``term`` listens on this node (event for an election)."""
 
+    term: int
     host: str
     port: int
 
@@ -145,12 +146,6 @@ class PeerHere(Message, frozen=True):
     """A line to another agent is up (event for an election)."""
 
     node_id: NodeId
-
-
-class Rolled(Message, frozen=True):
-    """The nodes that the controller hears (event for the election of its agent)."""
-
-    up: tuple[NodeId, ...]
 
 
 class WitnessSaid(Message, frozen=True):

@@ -40,7 +40,6 @@ from holdfast.core.council import (
     Lead,
     LeaderLost,
     PeerHere,
-    Rolled,
     StandDown,
     StartController,
     VoteAsk,
@@ -52,6 +51,7 @@ from holdfast.core.messages import (
     CancelTimer,
     Command,
     Message,
+    Rolled,
     Send,
     SetTimer,
     Tick,
@@ -117,9 +117,7 @@ class Election:
             case Lead():
                 self._hear_of(event)
             case ControllerUp():
-                if self.role == "leader":
-                    self.lead = Lead(leader=self.me, term=self.kept.term, host=event.host, port=event.port)
-                    self._send("*", self.lead)
+                self._controller_up(event)
             case PeerHere():
                 if self.lead is not None:
                     self._send(event.node_id, self.lead)
@@ -152,6 +150,14 @@ class Election:
     def snapshot(self) -> dict[str, object]:
         """Plain data, for reports and the search."""
         return {"role": self.role, "term": self.kept.term, "leader": self.lead.leader if self.lead else ""}
+
+    def _controller_up(self, event: ControllerUp) -> None:
+        """The one that was just started, or one that an agent before this one left: it was elected here, then."""
+        if event.term == self.kept.term and self.kept.voted_for == self.me:
+            self.role = "leader"
+            self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
+            self._cancel("campaign", "alone")
+            self._send("*", self.lead)
 
     # ---------------------------------------------------------------- campaign
 

@@ -41,14 +41,19 @@ class Fleet:
         self.ending = ending
         self._past = past
         self._returning: dict[NodeId, frozenset[MemberId]] = {}  # said hello, its list is not closed yet
-        self.adopting = job.config.term > 1 and bool(past.seats)
+        self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
+        self.voters = tuple(NodeId(v) for v in job.config.voters)
 
     def start(self) -> None:
         """Arm the timers; seat who was seated when an earlier controller wrote its last line."""
         job = self.job
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
+        if job.config.alone:
+            job.exit_source = "the loss of the majority of the agents"
         if self.adopting:
+            if self.voters or job.config.alone:
+                job.timer("rejoin", job.config.rejoin_s)
             members = [
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
                 for s in self._past.seats
@@ -62,6 +67,8 @@ class Fleet:
         """A node joins, or rejoins with what it holds."""
         job = self.job
         job.slots[event.node_id] = event.slots
+        if event.host:
+            job.hosts[event.node_id] = (event.host, event.port)
         job.liveness.hello(event.node_id, now)
         job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
         seen = {m.member_id: m for m in event.members}
@@ -108,6 +115,31 @@ class Fleet:
         event = self.job.liveness.gone(node_id, now)
         if event is not None:
             self.job.record("node_suspected", node=str(node_id), reason=event.reason)
+
+    def _node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
+        """A node is lost, if a majority of the agents is still heard; else this controller has no say any more."""
+        job = self.job
+        job.slots.pop(node_id, None)
+        heard = sum(job.liveness.is_up(voter) for voter in self.voters)
+        if self.voters and heard * 2 <= len(self.voters) and not job.config.alone:
+            job.stand_down(
+                f"{node_id} is lost ({reason}), only {heard} of {len(self.voters)} agents are heard"
+            )
+            return
+        for member in job.roster.on_node(node_id):
+            self._lose(now, member, f"went with its node: {reason}")
+
+    def _rejoin(self, now: float) -> None:
+        """Whoever has not come to this controller of a later term by now is lost."""
+        job = self.job
+        if not self.adopting:
+            return
+        for node_id in sorted({m.node_id for m in job.roster.living} - set(job.slots)):
+            reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
+            job.record("node_lost", node=str(node_id), reason=reason)
+            self._node_lost(now, node_id, reason)
+        if not self._returning and not job.ended:
+            self._adopt(now)
 
     def _lose(self, now: float, member: Member, what: str) -> None:
         exited = MemberExited(
@@ -249,6 +281,8 @@ class Fleet:
             self._beat(now)
         elif kind == "startup":
             self._startup(now)
+        elif kind == "rejoin":
+            self._rejoin(now)
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":
@@ -265,18 +299,16 @@ class Fleet:
         for event in job.liveness.tick(now):
             job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
             if event.kind == "lost":
-                job.slots.pop(event.node_id, None)
-                for member in job.roster.on_node(event.node_id):
-                    self._lose(now, member, f"went with its node: {event.reason}")
+                self._node_lost(now, event.node_id, event.reason)
 
     def _startup(self, now: float) -> None:
         """Whoever has not reported by now is named, and removed."""
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
         if not job.roster.members or self.recovery.phase == "waiting":
-            job.finish(
-                Exit.FAILED, f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run"
-            )
+            saved = job.session and 0 <= job.step <= job.sealed_step
+            why = f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run"
+            job.finish(Exit.REQUEUE if saved else Exit.FAILED, why)
             return
         if self.adopting:
             self.adopting = False

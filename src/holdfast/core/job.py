@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.core.config import Config
+from holdfast.core.council import StandDown
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.liveness import Liveness
-from holdfast.core.membership import Member, Roster, assign
+from holdfast.core.membership import Member, Roster, assign, node_order
 from holdfast.core.messages import (
     Assignment,
     CancelTimer,
@@ -36,6 +37,8 @@ from holdfast.exits import Exit
 Field = str | int | float | bool | list[int] | list[str] | None
 """What a field of a record may hold."""
 
+MEMBERS_PER_TERM = 1_000_000
+
 Uncovered = Callable[[dict[str, bytes], tuple[int, ...]], str]
 """(layouts by rank as text, ranks that can write) -> why they do not cover every box, or an empty string."""
 
@@ -49,8 +52,11 @@ class Job:
         self.roster = Roster()
         self.liveness = Liveness(config)
         self.slots: dict[NodeId, int] = {}
+        self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
-        self.last_member = past.last_member
+        # A line of the log may have been lost with its node: a later term never repeats an id.
+        taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
+        self.last_member = max(past.last_member, taken)
         self.attempts = past.attempts
         self.answered = list(past.answered)
         self.session = past.session
@@ -116,8 +122,9 @@ class Job:
 
     def start_members(self, resume: str) -> bool:
         """Seat a fresh roster in the newest generation and start it. False when the nodes are not there."""
-        up = [(node, count) for node, count in sorted(self.slots.items()) if self.liveness.is_up(node)]
-        seats = assign(up, self.config.world_size, self.last_member + 1)
+        up = [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
+        before = {m.rank: m.node_id for m in self.roster.members}
+        seats = assign(up, self.config.world_size, self.last_member + 1, before)
         if not seats:
             return False
         members = [
@@ -125,6 +132,7 @@ class Job:
             for node, here in seats.items()
             for a in here
         ]
+        members.sort(key=lambda m: m.rank)
         self.last_member = max(m.member_id for m in members)
         self.roster.seat(self.generation, members)
         attempt, self.attempts = self.attempts, self.attempts + 1
@@ -145,7 +153,9 @@ class Job:
 
     def start_again(self, members: Sequence[Member]) -> None:
         """Tell the agents to start these seated members; an order for one that exists is ignored there."""
-        for node in sorted({m.node_id for m in members}):
+        first = self.roster.members[0].node_id
+        host, port = self.hosts.get(first, ("", 0))
+        for node in sorted({m.node_id for m in members}, key=node_order):
             here = tuple(Assignment(m.member_id, m.rank, m.local_rank) for m in members if m.node_id == node)
             order = StartMembers(
                 node_id=node,
@@ -155,13 +165,27 @@ class Job:
                 members=here,
                 resume=self._resume,
                 restart_count=self.attempts - 1,
+                kv_node=first if host else "",
+                master_host=host,
+                master_port=port,
             )
             self.send_node(node, order)
+
+    def stand_down(self, reason: str) -> None:
+        """Decide nothing any more: another controller may be elected. Nothing is issued after this."""
+        if self.ended:
+            return
+        self.record("stood_down", reason=reason, term=self.config.term)
+        self._out.append(StandDown(reason=reason))
+        self.ended = True
 
     def finish(self, code: Exit, reason: str) -> None:
         """End the run: nothing is issued after this."""
         if self.ended:
             return
+        if self.config.alone and code is not Exit.OK:
+            code = Exit.REQUEUE if 0 <= self.step <= self.sealed_step else Exit.UNSAVED
+            reason = f"no majority of the agents can be reached: {reason}"
         self.record("run_ended", code=int(code), cause=code.name, reason=reason, step=self.step)
         for node_id in sorted(self.slots):
             self.send_node(node_id, EndRun(code=int(code), reason=reason))

@@ -12,13 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.messages import (
     Assignment,
+    Catalogued,
     Finished,
     LayoutPublished,
     MemberExited,
@@ -113,6 +114,18 @@ class Roster:
         self.catalogued_version = layout.version
         return self.layouts_as_text()
 
+    def recall(self, catalogued: Catalogued) -> None:
+        """What an earlier controller told everybody: layouts of ranks that can no longer say theirs."""
+        for rank, layout in catalogued.layouts.items():
+            if int(rank) not in self.layouts:
+                self.layouts[int(rank)] = LayoutPublished(
+                    member_id=catalogued.member_id,
+                    generation=NO_GENERATION,
+                    rank=int(rank),
+                    version=catalogued.version,
+                    layout=layout,
+                )
+
     def layouts_as_text(self) -> dict[str, bytes]:
         """The newest layout of each rank, by rank as text."""
         return {str(rank): self.layouts[rank].layout for rank in sorted(self.layouts)}
@@ -127,23 +140,44 @@ class Roster:
                 raise InternalError(f"member {member.member_id}: alive={member.alive} with {member.exited}")
 
 
+def node_order(node_id: NodeId) -> tuple[int, str]:
+    """Nodes in the order of their numbers: node2 before node10."""
+    return len(node_id), node_id
+
+
 def assign(
-    slots: Sequence[tuple[NodeId, int]], world_size: int, first_member: int
+    slots: Sequence[tuple[NodeId, int]],
+    world_size: int,
+    first_member: int,
+    before: Mapping[int, NodeId] | None = None,
 ) -> dict[NodeId, tuple[Assignment, ...]]:
     """Seat ``world_size`` ranks on nodes of the given numbers of slots, filling node after node.
+
+    Args:
+        before: where ranks were: who can stay stays, so a spare node takes the place of a lost one.
 
     Returns:
         Assignments per node; empty when the slots do not suffice.
     """
     if sum(count for _, count in slots) < world_size:
         return {}
-    seats: dict[NodeId, tuple[Assignment, ...]] = {}
-    rank = 0
-    for node_id, count in slots:
-        here = min(count, world_size - rank)
-        if here > 0:
-            seats[node_id] = tuple(
-                Assignment(MemberId(first_member + rank + i), rank + i, i) for i in range(here)
-            )
-        rank += here
-    return seats
+    free = dict(slots)
+    ranks: dict[NodeId, list[int]] = {node_id: [] for node_id in free}
+    homeless: list[int] = []
+    for rank in range(world_size):
+        node_id = (before or {}).get(rank)
+        if node_id is not None and free.get(node_id, 0) > 0:
+            free[node_id] -= 1
+            ranks[node_id].append(rank)
+        else:
+            homeless.append(rank)
+    for node_id, count in free.items():
+        here, homeless = homeless[:count], homeless[count:]
+        ranks[node_id] += here
+    return {
+        node_id: tuple(
+            Assignment(MemberId(first_member + rank), rank, i) for i, rank in enumerate(sorted(here))
+        )
+        for node_id, here in ranks.items()
+        if here
+    }

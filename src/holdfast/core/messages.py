@@ -244,12 +244,51 @@ class AgentHello(Message, frozen=True):
     slots: int
     pid: int
     members: tuple[MemberSeen, ...] = ()
+    host: str = ""  # where processes of other nodes reach this one; empty: there are none
+    port: int = 0  # a port that was free there, for MASTER_PORT
+    clock_ns: int = 0  # CLOCK_MONOTONIC of the node when this was sent
 
 
 class AgentBeat(Message, frozen=True):
     """Heartbeat of an agent."""
 
     node_id: NodeId
+    clock_ns: int = 0
+
+
+class ControllerBeat(Message, frozen=True):
+    """Heartbeat of the controller, to every agent."""
+
+    term: int
+
+
+class MirrorFrom(Message, frozen=True):
+    """An agent with an event log of its own has the controller's lines up to this one."""
+
+    node_id: NodeId
+    term: int
+    number: int
+
+
+class Mirror(Message, frozen=True):
+    """One line of the controller's log, for the logs of other nodes, sent before what acts on it."""
+
+    term: int
+    number: int
+    kind: str
+    data: bytes  # JSON
+
+
+class Rolled(Message, frozen=True):
+    """The nodes that the controller hears, for the election of its agent."""
+
+    up: tuple[NodeId, ...]
+
+
+class VotersAre(Message, frozen=True):
+    """The electorate has changed: the loss of a node counts only while a majority of these is heard."""
+
+    voters: tuple[NodeId, ...]
 
 
 class MemberStarted(Message, frozen=True):
@@ -294,6 +333,9 @@ class StartMembers(Message, frozen=True):
     members: tuple[Assignment, ...]
     resume: str = ""  # directory name below the root
     restart_count: int = 0
+    kv_node: str = ""  # whose agent owns the key space of the generation; empty: each its own
+    master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own settings
+    master_port: int = 0
 
 
 class KillMember(Message, frozen=True):
@@ -538,5 +580,10 @@ WireMessage = (
     | Ack
     | KvRequest
     | KvReply
+    | ControllerBeat
+    | MirrorFrom
+    | Mirror
+    | Rolled
+    | VotersAre
 )
 """All that may travel; the decoder accepts nothing else."""

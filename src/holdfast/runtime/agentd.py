@@ -17,8 +17,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
+from holdfast.core.council import KvBack, KvForward
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import (
     Ack,
@@ -36,6 +39,7 @@ from holdfast.core.messages import (
     RankState,
     RestartController,
     Send,
+    SessionOpened,
     StartMembers,
     StopRun,
     WireMessage,
@@ -46,9 +50,11 @@ from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.council import Council
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.kv import KvServer
 from holdfast.runtime.page import Page
+from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
     Processes,
     belongs,
@@ -58,8 +64,7 @@ from holdfast.runtime.procs import (
     wait_written,
     writers,
 )
-from holdfast.runtime.reach import ControllerLink
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, probe_path, write_private
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import Order, free_port
 from holdfast.runtime.watch import Watcher
@@ -70,6 +75,7 @@ LINGER_S = 1.0
 LAST_WORDS_S = 0.2
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
+NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
@@ -95,8 +101,8 @@ class AgentDaemon:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._settings = RunSettings.load(run.path)
-        self._node_id = NodeId(f"node{self._settings.node_rank}")
+        self._settings = with_interface(RunSettings.load(run.path))
+        self._node_id = NodeId(self._settings.node)
         self._journal = Journal.open(run.journal, f"agent {self._node_id}")
         self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._workers: dict[MemberId, Channel[WireMessage]] = {}
@@ -106,9 +112,10 @@ class AgentDaemon:
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
         self._waiting: asyncio.Task[None] | None = None
         self._kv = KvServer(run.pages() / "kv.log")
-        config = AgentConfig(
-            node_id=self._node_id, slots=self._settings.nproc, pid=os.getpid(), grace_s=self._settings.grace_s
-        )
+        self._kv_node: NodeId | None = None  # whose agent owns the key space; None: this one
+        self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer yet
+        self._asked_by: dict[MemberId, NodeId] = {}  # nodes of the workers of others
+        config = agent_config(self._settings)
         self._driver = Driver(Agent(config), self._journal, self._execute)
         self._procs = Processes(
             run, self._settings, self._journal, on_started=self._started, on_exited=self._gone
@@ -116,7 +123,16 @@ class AgentDaemon:
         self._watcher = Watcher(
             run, self._node_id, self._settings.limits(), self._procs.living, self._driver.post
         )
-        self._controller = ControllerLink(run, self._journal, self._driver.post)
+        self._council = Council(
+            run,
+            self._settings,
+            self._journal,
+            self._driver.post,
+            on_kv=self._heard_kv,
+            on_here=self._peer_here,
+            on_job=self._join_job,
+            on_end=self._refused_by_job,
+        )
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
             run.token(),
@@ -142,17 +158,18 @@ class AgentDaemon:
             loop.add_signal_handler(number, self._signalled, number)
         self._procs.want_zygote()
         self._adopt()
-        self._controller.reach()
+        self._council.begin()
         watching = asyncio.create_task(self._watcher.watch())
         watching.add_done_callback(self._watched)
-        ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure}
+        ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if self._driver.failure.done():
-            error = self._driver.failure.exception()
-            self._journal.append(
-                "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
-            )
-            self._driver.failure.result()
+        for failure in (self._driver.failure, self._council.failure):
+            if failure.done():
+                error = failure.exception()
+                self._journal.append(
+                    "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
+                )
+                failure.result()
         watching.cancel()
         await self._end(server)
         return self._over.result()
@@ -167,7 +184,7 @@ class AgentDaemon:
         if self._waiting is not None:
             self._waiting.cancel()
         await self._procs.end(kill=not self._settings.library)
-        await self._controller.end()
+        await self._council.end()
         server.close()
         await self._hub.close(LINGER_S)
         if self._hub.refused:
@@ -237,11 +254,53 @@ class AgentDaemon:
         if member_id is None or getattr(message, "member_id", member_id) != member_id:
             self._refuse(channel)
         elif isinstance(message, KvRequest):
-            self._answer(self._kv.request(time.monotonic(), member_id, message))
-            if message.op == "wait":
-                asyncio.get_running_loop().call_later(message.timeout_s, self._expire)
+            self._kv_request(member_id, message)
         else:
+            if isinstance(message, SessionOpened) and self._settings.several:
+                leave_probe(message.root, self._settings)
             self._driver.post(message)
+
+    # ------------------------------------------------------------ key-value store
+
+    def _kv_request(self, member_id: MemberId, request: KvRequest) -> None:
+        """Serve it, or let the agent serve it that owns the key space of the generation."""
+        if self._kv_node is None or self._council.peers is None:
+            self._serve_kv(member_id, request)
+            return
+        forward = KvForward(member_id=member_id, request=request)
+        self._forwarded[member_id, request.request_id] = forward
+        self._council.peers.send(self._kv_node, forward)
+
+    def _serve_kv(self, member_id: MemberId, request: KvRequest) -> None:
+        self._answer(self._kv.request(time.monotonic(), member_id, request))
+        if request.op == "wait":
+            asyncio.get_running_loop().call_later(request.timeout_s, self._expire)
+
+    def _heard_kv(self, node_id: NodeId, message: KvForward | KvBack) -> None:
+        if isinstance(message, KvForward):
+            self._asked_by[message.member_id] = node_id
+            self._serve_kv(message.member_id, message.request)
+        elif self._forwarded.pop((message.member_id, message.reply.request_id), None) is not None:
+            self._answer([(message.member_id, message.reply)])
+
+    def _peer_here(self, node_id: NodeId) -> None:
+        """A line is up again: what it may have swallowed is asked once more (changes are made once)."""
+        if node_id == self._kv_node and self._council.peers is not None:
+            for forward in self._forwarded.values():
+                self._council.peers.send(node_id, forward)
+
+    # ------------------------------------------------------------ job of several nodes
+
+    def _join_job(self, job: str) -> None:
+        """The job has a name: checkpoints carry it, and by default all nodes save under it."""
+        self._settings = msgspec.structs.replace(self._settings, job=job)
+        self._settings.save(self._run.path)
+        self._procs.use(self._settings)
+        share_checkpoints(self._run, job)
+
+    def _refused_by_job(self, reason: str) -> None:
+        self._journal.append("run_ended", {"code": int(Exit.USAGE), "cause": "USAGE", "reason": reason})
+        self._finish(int(Exit.USAGE))
 
     def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
         member_id = hello.member_id
@@ -266,6 +325,8 @@ class AgentDaemon:
         if member_id is not None and self._workers.get(member_id) is channel:
             del self._workers[member_id]
             self._kv.forget(member_id)
+            for key in [key for key in self._forwarded if key[0] == member_id]:
+                del self._forwarded[key]
             if member_id in self._dying:
                 self._bury(member_id)
 
@@ -277,6 +338,9 @@ class AgentDaemon:
             channel = self._workers.get(member_id)
             if channel is not None:
                 channel.send(reply)
+            elif member_id in self._asked_by and self._council.peers is not None:
+                back = KvBack(member_id=member_id, reply=reply)
+                self._council.peers.send(self._asked_by[member_id], back)
 
     def _started(self, member_id: MemberId, pid: int) -> None:
         self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
@@ -299,6 +363,8 @@ class AgentDaemon:
         event = self._dying.pop(member_id, None)
         if event is None:
             return
+        if not self._procs.living:
+            self._kv.clear()  # nobody of this generation is left here; the next one begins after this is told
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
             asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
@@ -317,7 +383,7 @@ class AgentDaemon:
         if isinstance(command, Send):
             self._send(command)
         elif isinstance(command, RestartController):
-            self._controller.restart()
+            self._council.restart()
         elif isinstance(command, Finish):
             self._finish(command.code)
         else:
@@ -328,7 +394,7 @@ class AgentDaemon:
         if command.to == "shell":
             self._act(message)
         elif command.to == "controller":
-            self._controller.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
+            self._council.send(message)
         elif command.to == "launcher":
             if isinstance(message, Ack) and self._askers:
                 self._askers.popleft().send(message)
@@ -365,10 +431,9 @@ class AgentDaemon:
             self._start(order)
 
     def _start(self, order: StartMembers) -> None:
-        """Start the members of one generation; those of the one before are gone when this is asked."""
-        if not self._procs.living:
-            self._kv.clear()
-        port = self._settings.master_port or free_port()
+        """Start the members of one generation."""
+        self._kv_node = NodeId(order.kv_node) if order.kv_node not in ("", self._node_id) else None
+        port = order.master_port or self._settings.master_port or free_port()
         for assignment in order.members:
             self._procs.start(
                 Order(
@@ -378,9 +443,51 @@ class AgentDaemon:
                     order.attempt,
                     order.restart_count,
                     order.resume,
+                    order.master_host,
                     port,
                 )
             )
+
+
+def agent_config(settings: RunSettings) -> AgentConfig:
+    """The machine's settings for this node."""
+    host = settings.bind if settings.several else ""
+    return AgentConfig(
+        node_id=settings.node,
+        slots=settings.nproc,
+        pid=os.getpid(),
+        beat_s=NODE_BEAT_S if settings.several else 1.0,
+        host=host,
+        port=free_port(host) if host else 0,
+        grace_s=settings.grace_s,
+    )
+
+
+def with_interface(settings: RunSettings) -> RunSettings:
+    """Let gloo meet on the network that the agents use, unless the user has said which."""
+    if not settings.several or "GLOO_SOCKET_IFNAME" in os.environ:
+        return settings
+    name = interface_of(settings.bind)
+    env = {"GLOO_SOCKET_IFNAME": name, **settings.env} if name else settings.env
+    return msgspec.structs.replace(settings, env=env)
+
+
+def share_checkpoints(run: RunDir, job: str) -> None:
+    """Checkpoints of a script that names no directory go beside the run directories of all nodes, under the job."""
+    common = run.path.parent / f"{job}.checkpoints"
+    common.mkdir(mode=0o700, exist_ok=True)
+    if not run.checkpoints.exists():
+        run.checkpoints.symlink_to(common)
+
+
+def leave_probe(root: str, settings: RunSettings) -> None:
+    """Show that this node reaches ``root``; a root that cannot be written says so itself, at the first save."""
+    if not root:
+        return
+    try:
+        write_private(probe_path(root, settings.job_id, settings.node), b"")
+    except OSError:
+        return
 
 
 def read_death(

@@ -14,9 +14,12 @@ from holdfast.errors import ProtocolError
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
 HANDSHAKE_TIMEOUT_S = 10.0
-USER_TIMEOUT_MS = 10_000
+USER_TIMEOUT_MS = 5_000
+THIN_LINEAR_TIMEOUTS = (
+    16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
+)
 SEND_TIMEOUT_S = 10.0
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 5, 2, 3
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
 RECEIVE_SIZE_BYTES = 256 * 1024
 BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
 
@@ -24,9 +27,10 @@ M = TypeVar("M")
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay; a dead or unreachable peer is noticed within about ten seconds."""
+    """No delay; a dead or unreachable peer is noticed within about five seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
@@ -56,10 +60,14 @@ class Hub(Generic[M]):
         self.refused: Counter[str] = Counter()
         self.channels: set[Channel[M]] = set()
 
-    async def listen(self, host: str = "127.0.0.1") -> tuple[asyncio.Server, int]:
-        """Serve on an ephemeral port; returns the server and the port."""
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> tuple[asyncio.Server, int]:
+        """Serve on a port, by default a free one; returns the server and the port.
+
+        Raises:
+            OSError: the address is not one of this machine, or the port is taken.
+        """
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Channel(self, role=None), host, 0)
+        server = await loop.create_server(lambda: Channel(self, role=None), host, port)
         return server, int(server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """The controller process: ``core.controller.Controller`` behind a driver, agents connect to it.
 
-``python -m holdfast.runtime.controllerd RUNDIR TERM``. It outlives an agent (a successor connects again); when it dies
-itself, an agent starts the controller of the next term, which reads the past from the event log.
+``python -m holdfast.runtime.controllerd RUNDIR TERM [alone]``. It outlives an agent (a successor connects again); when
+it dies itself, the agents elect the next one, which reads the past from the event log of its node. Its lines are
+mirrored to the logs of the other nodes before what acts on them goes out.
 """
 
 from __future__ import annotations
@@ -10,29 +11,41 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from holdfast import journal as event_log
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
+from holdfast.core.council import StandDown
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
+    AgentBeat,
     AgentGone,
     AgentHello,
     Command,
+    ControllerBeat,
     Finish,
+    MemberExited,
+    Mirror,
+    MirrorFrom,
     Record,
+    Rolled,
     Send,
+    Settled,
     StartMembers,
     WireMessage,
 )
 from holdfast.errors import InternalError, StateError
 from holdfast.exits import Exit
-from holdfast.journal import Journal
+from holdfast.journal import Event, Journal, Value
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.store.complete import complete_layouts
 from holdfast.store.layout import Catalogue, RankLayout
@@ -40,6 +53,11 @@ from holdfast.store.plan import plan
 from holdfast.wire import MESSAGES
 
 LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
+BEAT_S = 0.5
+NODE_LOST_S = 1.5
+NODE_ADOPTION_S = 3.0
+SAME_CLOCK_NS = 50_000_000
+PROBE_S = 10.0  # a file that one node made shows up on the others within this, if they share the directory
 LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 
 
@@ -53,12 +71,14 @@ def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
         return error.message
 
 
-def config_of(settings: RunSettings, term: int) -> Config:
-    """The controller's settings for this run."""
-    return Config(
-        run_id=settings.run_id,
+def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: bool) -> Config:
+    """The controller's settings for this run. Several nodes are watched more closely than one."""
+    config = Config(
+        run_id=settings.job_id,
         world_size=settings.nproc * settings.nnodes,
         nnodes=settings.nnodes,
+        voters=voters if len(voters) > 1 else (),
+        alone=alone,
         term=term,
         library=settings.library,
         max_restarts=settings.max_restarts,
@@ -68,14 +88,42 @@ def config_of(settings: RunSettings, term: int) -> Config:
         patience_s=settings.hang_start_s / 3,
         replace_slower_than=settings.replace_slower_than,
     )
+    if not settings.several:
+        return config
+    return msgspec.structs.replace(config, beat_s=BEAT_S, lost_s=NODE_LOST_S, adoption_s=NODE_ADOPTION_S)
+
+
+class MirroredLog(Journal):
+    """The controller's log; every line has a number, and ``on_line`` sees it before the caller goes on."""
+
+    def number(self, term: int, on_line: Callable[[Mirror], None]) -> None:
+        """Count the lines of this term from now on."""
+        self._term, self._count, self._on_line = term, 0, on_line
+
+    def append(self, kind: str, data: Mapping[str, Value], *, durable: bool = False) -> Event:
+        """Write one line, then show it."""
+        self._count += 1
+        numbered = {**data, "line": f"{self._term}.{self._count}"}
+        event = super().append(kind, numbered, durable=durable)
+        body = msgspec.json.encode(numbered)
+        self._on_line(Mirror(term=self._term, number=self._count, kind=kind, data=body))
+        return event
 
 
 class ControllerDaemon:
     """One controller and the connections of its agents."""
 
-    def __init__(self, run: RunDir, term: int) -> None:
+    def __init__(self, run: RunDir, term: int, alone: bool) -> None:
         self._run = run
         self._term = term
+        self._alone = alone
+        self._settings = RunSettings.load(run.path)
+        self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
+        self._mirrors: set[Channel[WireMessage]] = set()
+        self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
+        self._up: tuple[NodeId, ...] = ()
+        self._log: Journal | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._nodes: dict[NodeId, Channel[WireMessage]] = {}
         self._homes: dict[MemberId, NodeId] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,17 +135,13 @@ class ControllerDaemon:
         Raises:
             HoldfastError: the machine, the journal or the store broke; the agent starts another term.
         """
-        settings = RunSettings.load(self._run.path)
-        past = Past.read(
-            Record(kind=event.kind, data=event.data)
-            for event in event_log.read(self._run.journal).events
-            if event.who == "controller"
-        )
-        log = Journal.open(self._run.journal, "controller")
+        past = self._read_past()
+        log = self._log = self._open_log()
         log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
-        self._driver = Driver(
-            Controller(config_of(settings, self._term), past, uncovered), log, self._execute
-        )
+        kept = load_kept(self._run)
+        voters = kept.electorate.voters if kept.electorate is not None else ()
+        config = config_of(self._settings, self._term, voters, self._alone)
+        self._driver = Driver(Controller(config, past, uncovered), log, self._execute)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
             self._run.token(),
@@ -107,13 +151,17 @@ class ControllerDaemon:
         )
         self._driver.guard_loop()
         self._driver.start()
-        server, port = await hub.listen()
-        self._run.write_endpoint("controller", "127.0.0.1", port)
+        server, port = await hub.listen(self._settings.bind)
+        self._run.write_endpoint("controller", self._settings.bind, port, self._term)
+        beats = asyncio.create_task(self._beat(hub))
         alone = asyncio.create_task(self._left_alone())
         await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)
         if alone.done():
             log.append("controller_left", {"reason": f"no agent for {LONELY_S:g} s"}, durable=True)
         alone.cancel()
+        beats.cancel()
+        if self._probing is not None:
+            self._probing.cancel()
         if self._driver.failure.done():
             error = self._driver.failure.exception()
             log.append(
@@ -126,6 +174,57 @@ class ControllerDaemon:
         self._run.remove_endpoint("controller")
         log.close()
 
+    def _read_past(self) -> Past:
+        """What earlier controllers wrote, as times of this machine's clock."""
+        since_s = time.time() - time.monotonic()
+        records = []
+        for event in event_log.read(self._run.journal).events:
+            if event.who != "controller":
+                continue
+            at = {"at_s": event.t_wall - since_s} if "at_s" in event.data else {}
+            records.append(Record(kind=event.kind, data={**event.data, **at}))
+            term, number = line_of(event)
+            if term:
+                data = msgspec.json.encode(event.data)
+                self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
+        return Past.read(records)
+
+    def _open_log(self) -> Journal:
+        if not self._settings.several:
+            return Journal.open(self._run.journal, "controller")
+        log = MirroredLog.open(self._run.journal, "controller")
+        log.number(self._term, self._show)
+        return log
+
+    def _show(self, line: Mirror) -> None:
+        self._lines.append(line)
+        if line.kind == "session_opened" and self._probing is None:
+            self._probing = asyncio.create_task(self._check_shared(msgspec.json.decode(line.data)["root"]))
+        for channel in self._mirrors:
+            channel.send(line)
+
+    async def _check_shared(self, root: str) -> None:
+        """Say so when the nodes do not save to the same place: each has left a probe where it will save."""
+        if not root:
+            return
+        settings, names = self._settings, {str(node) for node in self._homes.values()}
+        probes = {node: probe_path(root, settings.job_id, node) for node in names}
+        deadline = time.monotonic() + PROBE_S
+        while missing := [node for node, probe in sorted(probes.items()) if not probe.exists()]:
+            if time.monotonic() > deadline:
+                assert self._log is not None
+                self._log.append("root_not_shared", {"root": root, "nodes": missing})
+                return
+            await asyncio.sleep(BEAT_S)
+        for probe in probes.values():
+            probe.unlink(missing_ok=True)
+
+    async def _beat(self, hub: Hub[WireMessage]) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for channel in hub.channels:
+                channel.send(ControllerBeat(term=self._term))
+
     async def _left_alone(self) -> None:
         """Return when no agent has been connected for ``LONELY_S``."""
         since_s = time.monotonic()
@@ -137,25 +236,68 @@ class ControllerDaemon:
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role != "agent" or self._driver is None:
             return
+        if isinstance(message, MirrorFrom):
+            self._catch_up(channel, message)
+            return
+        if isinstance(message, AgentHello | AgentBeat):
+            self._set_clock(message)
         if isinstance(message, AgentHello):
             self._nodes[message.node_id] = channel
+            self._roll()
             for seen in message.members:
                 self._homes[seen.member_id] = message.node_id
         elif (member_id := getattr(message, "member_id", None)) is not None:
             self._homes[member_id] = self._node_of(channel)
-        self._driver.post(message)
+        self._driver.post(self._in_our_time(message, channel))
+
+    def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
+        """Lines that the log of this agent's node lacks; one that shares ours lacks none."""
+        if wanted.node_id == self._settings.node:
+            return
+        for line in self._lines:
+            if (line.term, line.number) > (wanted.term, wanted.number):
+                channel.send(line)
+        self._mirrors.add(channel)
+
+    def _set_clock(self, message: AgentHello | AgentBeat) -> None:
+        """The least delayed message tells best how far the clocks are apart."""
+        if message.clock_ns:
+            offset_ns = time.monotonic_ns() - message.clock_ns
+            known_ns = self._offsets_ns.get(message.node_id, offset_ns)
+            self._offsets_ns[message.node_id] = min(known_ns, offset_ns)
+
+    def _in_our_time(self, message: WireMessage, channel: Channel[WireMessage]) -> WireMessage:
+        if not isinstance(message, MemberExited | Settled):
+            return message
+        offset_ns = self._offsets_ns.get(self._node_of(channel), 0)
+        if abs(offset_ns) < SAME_CLOCK_NS:
+            return message
+        if isinstance(message, MemberExited):
+            died_ns = message.died_ns + offset_ns if message.died_ns else 0
+            return msgspec.structs.replace(message, died_ns=died_ns)
+        freed_ns = message.freed_ns + offset_ns if message.freed_ns else 0
+        return msgspec.structs.replace(message, freed_ns=freed_ns)
+
+    def _roll(self) -> None:
+        """Tell the agents whom this controller hears: the electorate follows."""
+        up = tuple(sorted(self._nodes))
+        if self._settings.several and up != self._up:
+            self._up = up
+            for channel in self._nodes.values():
+                channel.send(Rolled(up=up))
 
     def _node_of(self, channel: Channel[WireMessage]) -> NodeId:
         return next((node for node, current in self._nodes.items() if current is channel), NodeId(""))
 
     def _closed(self, channel: Channel[WireMessage]) -> None:
+        self._mirrors.discard(channel)
         for node_id, current in list(self._nodes.items()):
             if current is channel and self._driver is not None:
                 del self._nodes[node_id]
                 self._driver.post(AgentGone(node_id=node_id))
 
     def _execute(self, command: Command) -> None:
-        if isinstance(command, Finish):
+        if isinstance(command, Finish | StandDown):
             self._ended.set_result(None)
         elif isinstance(command, Send):
             self._send(command)
@@ -179,15 +321,15 @@ class ControllerDaemon:
             channel.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
 
 
-def main(run_dir: str, term: str) -> int:
+def main(run_dir: str, term: str, alone: bool) -> int:
     """Run one controller."""
 
     async def serve() -> None:
-        await ControllerDaemon(RunDir(Path(run_dir)), int(term)).serve()
+        await ControllerDaemon(RunDir(Path(run_dir)), int(term), alone).serve()
 
     asyncio.run(serve())
     return int(Exit.OK)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:] == ["alone"]))

@@ -99,6 +99,10 @@ class Processes:
             on_close=self._zygote_lost,
         )
 
+    def use(self, settings: RunSettings) -> None:
+        """Settings of the workers that are started from now on."""
+        self._settings = settings
+
     # ------------------------------------------------------------ zygote
 
     def want_zygote(self) -> None:

@@ -1,4 +1,4 @@
-"""An agent's link to the controller: finds the living one, or starts that of the next term."""
+"""An agent's link to the controller: joins the one that leads, or runs one itself."""
 
 from __future__ import annotations
 
@@ -8,114 +8,107 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from holdfast import journal as event_log
-from holdfast.core.messages import ControllerGone, ControllerHere, Message, WireMessage
+import msgspec
+
+from holdfast.core.messages import (
+    AgentBeat,
+    AgentHello,
+    ControllerBeat,
+    ControllerGone,
+    ControllerHere,
+    Message,
+    WireMessage,
+)
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.procs import wait_gone
-from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.runtime.rundir import Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES
 
 MODULE = "holdfast.runtime.controllerd"
 START_S = 20.0
+FOLLOW_S = 3.0
 POLL_S = 0.02
 END_WAIT_S = 5.0
 
 
 class ControllerLink:
-    """One connection at a time. ``post`` gets ControllerHere, ControllerGone and all that the controller says."""
+    """One connection at a time. ``post`` gets ControllerHere, ControllerGone and all that the controller says.
 
-    def __init__(self, run: RunDir, journal: Journal, post: Callable[[Message], None]) -> None:
+    Args:
+        silent_s: a controller that says nothing for so long is gone.
+    """
+
+    def __init__(
+        self, run: RunDir, journal: Journal, post: Callable[[Message], None], *, silent_s: float
+    ) -> None:
         self._run = run
         self._journal = journal
         self._post = post
+        self._silent_s = silent_s
+        self._heard_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0
+        self._pid = 0  # of a controller on this node
         self._channel: Channel[WireMessage] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._ending = False
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
             run.token(),
             on_open=self._opened,
-            on_message=lambda channel, message: self._post(message),
+            on_message=self._message,
             on_close=self._closed,
         )
 
-    def reach(self) -> None:
-        """Join the controller that lives, or start one."""
-        self._launch(join=True)
+    async def join_local(self) -> Endpoint | None:
+        """Join the controller that an agent before this one left on this node, if it lives."""
+        endpoint = self._run.read_endpoint("controller")
+        if endpoint is None or not is_controller(endpoint.pid, self._run):
+            return None
+        try:
+            await self._connect(endpoint.host, endpoint.port)
+        except (OSError, ProtocolError):
+            return None
+        self._pid = endpoint.pid
+        return endpoint
 
-    def restart(self) -> None:
-        """Start the controller of the next term; whatever is left of the one before is killed."""
-        self._launch(join=False)
+    def start(self, term: int, up: Callable[[Endpoint], None], *, alone: bool = False) -> None:
+        """Run the controller of ``term`` on this node and join it; ``up`` gets its endpoint.
 
-    def send(self, message: WireMessage) -> bool:
+        Ends with ControllerHere, or with ControllerGone (then the machine decides about another try).
+        """
+        self._replace(self._start(term, up, alone))
+
+    def follow(self, host: str, port: int) -> None:
+        """Join the controller of another node. Ends with ControllerHere or ControllerGone."""
+        self.kill_local()
+        self._replace(self._follow(host, port))
+
+    def send(self, message: Message) -> bool:
         """To the controller; False when it is away (the machine keeps what matters)."""
-        return self._channel is not None and self._channel.send(message)
+        if isinstance(message, AgentHello | AgentBeat):
+            message = msgspec.structs.replace(message, clock_ns=time.monotonic_ns())
+        channel = self._channel
+        return channel is not None and channel.send(message)  # type: ignore[arg-type]  # machines send wire messages
 
     async def end(self) -> None:
         """Let the controller end by itself; kill it when it does not."""
         self._ending = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._cancel()
         if self._channel is not None:
             self._channel.close()
         if self._pid:
             await wait_gone(self._pid, END_WAIT_S)
-        self._kill_old()
+        self.kill_local()
         self._run.endpoint_path("controller").unlink(missing_ok=True)
 
-    def _launch(self, *, join: bool) -> None:
-        if not self._ending and (self._task is None or self._task.done()):
-            self._task = asyncio.get_running_loop().create_task(self._establish(join))
-
-    async def _establish(self, join: bool) -> None:
-        """Ends with ControllerHere, or with ControllerGone (then the machine decides about another try)."""
-        if not (join and await self._join()):
-            self._kill_old()
-            self._start()
-            deadline = time.monotonic() + START_S
-            while not await self._join():
-                assert self._process is not None
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self._journal.append("controller_unreachable", {"code": self._process.poll()})
-                    await asyncio.sleep(POLL_S)
-                    self._task = None
-                    self._post(ControllerGone())
-                    return
-                await asyncio.sleep(POLL_S)
-        self._post(ControllerHere())
-
-    async def _join(self) -> bool:
-        endpoint = self._run.read_endpoint("controller")
-        if endpoint is None or not is_controller(endpoint.pid, self._run):
-            return False
-        try:
-            await self._hub.connect(endpoint.host, endpoint.port, "agent")
-        except (OSError, ProtocolError):
-            return False
-        self._pid = endpoint.pid
-        return True
-
-    def _start(self) -> None:
-        term = 1 + last_term(self._run)
-        self._run.endpoint_path("controller").unlink(missing_ok=True)
-        with os.fdopen(open_log(self._run.path / "controller.log"), "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(self._run.path), str(term)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _kill_old(self) -> None:
+    def kill_local(self) -> None:
+        """Whatever controller this node runs: its time is over."""
         endpoint = self._run.read_endpoint("controller")
         for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
             if pid and is_controller(pid, self._run):
@@ -124,21 +117,100 @@ class ControllerLink:
             self._process.kill()
             self._process.wait()
 
+    # ---------------------------------------------------------------- inside
+
+    def _replace(self, work: Coroutine[None, None, None]) -> None:
+        if self._ending:
+            work.close()
+            return
+        old, self._channel = self._channel, None
+        if old is not None:
+            old.close()
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def _cancel(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _start(self, term: int, up: Callable[[Endpoint], None], alone: bool) -> None:
+        self.kill_local()
+        self._spawn(term, alone)
+        deadline = time.monotonic() + START_S
+        while (endpoint := await self.join_local()) is None:
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._journal.append("controller_unreachable", {"code": self._process.poll()})
+                await asyncio.sleep(POLL_S)
+                self._lost()
+                return
+            await asyncio.sleep(POLL_S)
+        up(endpoint)
+        self._post(ControllerHere())
+
+    async def _follow(self, host: str, port: int) -> None:
+        deadline = time.monotonic() + FOLLOW_S
+        while True:
+            try:
+                async with asyncio.timeout(FOLLOW_S):
+                    await self._connect(host, port)
+                break
+            except (OSError, ProtocolError) as error:
+                if time.monotonic() > deadline:
+                    self._journal.append("controller_unreachable", {"host": host, "error": str(error)[:200]})
+                    self._lost()
+                    return
+            await asyncio.sleep(10 * POLL_S)
+        self._pid = 0
+        self._post(ControllerHere())
+
+    async def _connect(self, host: str, port: int) -> None:
+        await self._hub.connect(host, port, "agent")
+
+    def _spawn(self, term: int, alone: bool) -> None:
+        self._run.endpoint_path("controller").unlink(missing_ok=True)
+        words = [sys.executable, "-m", MODULE, str(self._run.path), str(term), *(["alone"] if alone else [])]
+        with os.fdopen(open_log(self._run.path / "controller.log"), "ab") as log:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
     def _opened(self, channel: Channel[WireMessage]) -> None:
         self._channel = channel
+        self._heard_s = time.monotonic()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Cut the line when nothing has come for too long."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._channel is None or self._ending:
+            return
+        silence_s = time.monotonic() - self._heard_s
+        if silence_s >= self._silent_s:
+            self._journal.append("controller_silent", {"silence_s": round(silence_s, 3)})
+            self._channel.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(self._silent_s - silence_s + POLL_S, self._listen)
+
+    def _message(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        self._heard_s = time.monotonic()
+        if channel is self._channel and not isinstance(message, ControllerBeat):
+            self._post(message)
 
     def _closed(self, channel: Channel[WireMessage]) -> None:
-        if channel is not self._channel:
-            return
-        self._channel = None
+        if channel is self._channel:
+            self._channel = None
+            self._lost()
+
+    def _lost(self) -> None:
         if not self._ending:
             self._post(ControllerGone())
-
-
-def last_term(run: RunDir) -> int:
-    """Newest term of which a controller was started, 0 for none."""
-    events = event_log.read(run.journal).events
-    return max((int(event.data["term"]) for event in events if event.kind == "controller_started"), default=0)
 
 
 def is_controller(pid: int, run: RunDir) -> bool:

@@ -24,10 +24,11 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str
     port: int
     pid: int
+    term: int = 0  # of a controller
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Replace ``path`` by a 0600 file with ``data``, atomically.
+def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace ``path`` by a 0600 file with ``data``, atomically; with ``durable`` it is on the disk on return.
 
     Raises:
         OSError: the directory cannot be written.
@@ -37,10 +38,23 @@ def write_private(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            _sync_directory(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_log(path: Path) -> int:
@@ -52,6 +66,28 @@ def open_log(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
+def read_token(path: Path) -> bytes:
+    """The secret in a file.
+
+    Raises:
+        AuthError: missing, readable by others, or too short.
+    """
+    try:
+        mode = path.stat().st_mode
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise AuthError(
+            f"cannot read the token {path}: {error.strerror}", hint="check the path, and who may read it"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise AuthError(
+            f"the token {path} can be read by others (mode {stat.S_IMODE(mode):o})", hint=f"chmod 600 {path}"
+        )
+    if len(token) < TOKEN_SIZE_BYTES:
+        raise AuthError(f"the token {path} has only {len(token)} bytes")
+    return token
+
+
 class RunDir:
     """Paths below the directory of one run. Nothing is touched before a method asks for it."""
 
@@ -61,16 +97,18 @@ class RunDir:
         self.token_file = self.path / "token"
         self.pages_link = self.path / "pages"
         self.checkpoints = self.path / "checkpoints"
+        self.ballot = self.path / "ballot.json"
+        self.peers = self.path / "peers.json"
 
-    def create(self) -> None:
-        """Make the directory (0700), its token and its private directory for status pages.
+    def create(self, token: bytes = b"") -> None:
+        """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
 
         Raises:
             UsageError: it exists already or cannot be written.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
-            write_private(self.token_file, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
+            write_private(self.token_file, token or secrets.token_hex(TOKEN_SIZE_BYTES).encode())
             self.pages()
         except FileExistsError as error:
             raise UsageError(
@@ -89,19 +127,7 @@ class RunDir:
         Raises:
             AuthError: missing, readable by others, or too short.
         """
-        try:
-            mode = self.token_file.stat().st_mode
-            token = self.token_file.read_bytes().strip()
-        except OSError as error:
-            raise AuthError(f"cannot read the token {self.token_file}: {error.strerror}") from error
-        if stat.S_IMODE(mode) & 0o077:
-            raise AuthError(
-                f"the token {self.token_file} can be read by others (mode {stat.S_IMODE(mode):o})",
-                hint=f"chmod 600 {self.token_file}",
-            )
-        if len(token) < TOKEN_SIZE_BYTES:
-            raise AuthError(f"the token {self.token_file} has only {len(token)} bytes")
-        return token
+        return read_token(self.token_file)
 
     def pages(self) -> Path:
         """The directory of the status pages, made at need: in shared memory, or in the run directory."""
@@ -133,9 +159,10 @@ class RunDir:
         """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
-    def write_endpoint(self, name: str, host: str, port: int) -> None:
+    def write_endpoint(self, name: str, host: str, port: int, term: int = 0) -> None:
         """Publish where this process listens."""
-        write_private(self.endpoint_path(name), msgspec.json.encode(Endpoint(host, port, os.getpid())))
+        endpoint = Endpoint(host, port, os.getpid(), term)
+        write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:
         """Where ``name`` listens; None when it never said, or said nonsense."""
@@ -149,6 +176,11 @@ class RunDir:
         endpoint = self.read_endpoint(name)
         if endpoint is not None and endpoint.pid == os.getpid():
             self.endpoint_path(name).unlink(missing_ok=True)
+
+
+def probe_path(root: str, job: str, node: str) -> Path:
+    """The file by which a node shows that it reaches the same ``root`` as the others."""
+    return Path(root) / f".holdfast-{job}-{node}"
 
 
 def attempt_dir(log_dir: Path | str, attempt: int) -> Path:

@@ -32,8 +32,16 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0  # Unix time
 
     nproc: int = 1
-    nnodes: int = 1
+    nnodes: int = 1  # nodes that hold ranks
+    nnodes_max: int = 1  # with those that wait as spares
     node_rank: int = 0
+    node: str = "node0"  # name of this node, the same for a successor agent
+    job: str = ""  # name of the job that several nodes share; empty: ``run_id``
+    contacts: tuple[
+        str, ...
+    ] = ()  # "host:port" of agents to ask first; the owner of the first one founds the job
+    bind: str = "127.0.0.1"  # where this node listens for others
+    witness: str = ""  # directory on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt
     role: str = "default"
@@ -69,6 +77,16 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
             section_s=2 * self.hang_start_s,
             look_s=min(max(self.monitor_interval_s, 0.02), 1.0),
         )
+
+    @property
+    def job_id(self) -> str:
+        """The name that checkpoints carry: the same on all nodes."""
+        return self.job or self.run_id
+
+    @property
+    def several(self) -> bool:
+        """More than one node may take part."""
+        return self.nnodes_max > 1
 
     def save(self, run_dir: Path) -> None:
         """Write ``run.json`` (0600)."""

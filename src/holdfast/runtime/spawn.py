@@ -64,6 +64,7 @@ class Order(msgspec.Struct, frozen=True):
     attempt: int
     restart_count: int
     resume: str
+    master_host: str  # empty: from the settings
     master_port: int
 
 
@@ -72,10 +73,10 @@ def log_root(run: RunDir, settings: RunSettings) -> str:
     return settings.log_dir or str(run.path)
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on at this moment."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((host, 0))
         return int(sock.getsockname()[1])
 
 
@@ -90,22 +91,22 @@ def thread_count(settings: RunSettings) -> int:
 def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, str]:
     """The variables of one worker: torchrun's, ours, and the user's on top."""
     member = order.assignment
-    group_world = str(settings.nnodes)
+    several = settings.several
     return {
         "RANK": str(member.rank),
         "LOCAL_RANK": str(member.local_rank),
         "WORLD_SIZE": str(order.world_size),
         "LOCAL_WORLD_SIZE": str(settings.nproc),
-        "GROUP_RANK": str(settings.node_rank),
-        "GROUP_WORLD_SIZE": group_world,
+        "GROUP_RANK": str(member.rank // settings.nproc if several else settings.node_rank),
+        "GROUP_WORLD_SIZE": str(settings.nnodes),
         "ROLE_RANK": str(member.rank),
         "ROLE_WORLD_SIZE": str(order.world_size),
         "ROLE_NAME": settings.role,
-        "MASTER_ADDR": settings.master_addr,
+        "MASTER_ADDR": order.master_host or settings.master_addr,
         "MASTER_PORT": str(order.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(order.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
-        "TORCHELASTIC_RUN_ID": settings.run_id,
+        "TORCHELASTIC_RUN_ID": settings.job_id,
         # False: env:// without our groups makes rank 0 serve the store, as the agent serves none at MASTER_PORT.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_path(log_root(run, settings), order.attempt, member.rank)),

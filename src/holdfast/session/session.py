@@ -114,7 +114,7 @@ class Session:
         if client is None or client.run_dir is None:
             run = f"solo-{secrets.token_hex(4)}"
         else:
-            run = RunSettings.load(client.run_dir).run_id
+            run = RunSettings.load(client.run_dir).job_id
         self._saver: Saver | None = None
         self._rank = Rank(self._adapter, client, lambda settle: self._open_saver.on_settle(settle))
         self._rank.connect()

@@ -128,7 +128,7 @@ class ElectionSearch:
             ):
                 found += self._feed(state, index, [Tick(name="campaign"), self._encouraged(index, node)])
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
-                found += self._feed(state, index, [ControllerUp(host="", port=1)])
+                found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
             if node.machine.lead is not None:
                 found += self._feed(state, index, [LeaderLost()])
         for target, message in state.network:

@@ -1,0 +1,254 @@
+"""Lines between the agents of a job: who is there, where, and one connection to each.
+
+An agent is told of one or more contacts (``--master-addr`` is one of them). It dials these until somebody answers, then
+everybody who is known; whom it knows is kept in ``peers.json``, so no contact is needed a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from fcntl import ioctl
+
+import msgspec
+
+from holdfast.core.council import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
+from holdfast.core.ids import NodeId
+from holdfast.errors import AuthError, ProtocolError
+from holdfast.journal import Journal
+from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.rundir import RunDir, write_private
+from holdfast.runtime.settings import RunSettings
+from holdfast.wire import Codec
+
+DIAL_S = 0.3
+DIAL_TIMEOUT_S = 2.0
+SIOCGIFADDR = 0x8915
+PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class Peers:
+    """All other agents of the job.
+
+    Args:
+        on_message: (node, message), in order per line.
+        on_here: a line to this node is up.
+        on_refused: this agent does not belong to the job, and why.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        journal: Journal,
+        *,
+        on_message: Callable[[NodeId, PeerMessage], None],
+        on_here: Callable[[NodeId], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self.me = NodeId(settings.node)
+        self.job = settings.job
+        self.known: dict[NodeId, Peer] = {}
+        self._run = run
+        self._settings = settings
+        self._journal = journal
+        self._on_message = on_message
+        self._on_here = on_here
+        self._on_refused = on_refused
+        self._home = str(run.path)
+        self._lines: dict[NodeId, Channel[PeerMessage]] = {}
+        self._node_of: dict[Channel[PeerMessage], NodeId] = {}
+        self._server: asyncio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._hub: Hub[PeerMessage] = Hub(
+            PEER_MESSAGES, run.token(), on_open=self._greet, on_message=self._heard, on_close=self._closed
+        )
+
+    async def listen(self) -> Peer:
+        """Listen where the others look first, if that is here and free; else on any port of the same address.
+
+        Raises:
+            OSError: the address is not one of this machine.
+        """
+        try:
+            self.known = {peer.node_id: peer for peer in _read_peers(self._run)}
+        except (OSError, msgspec.MsgspecError):
+            self.known = {}
+        before = self.known.get(self.me)
+        ports = [before.port] if before is not None else []
+        ports += [int(contact.rpartition(":")[2]) for contact in self._settings.contacts]
+        for port in (*ports, 0):
+            try:
+                self._server, bound = await self._hub.listen(self._settings.bind, port)
+                break
+            except OSError:
+                if port == 0:
+                    raise
+        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound)
+        return peer
+
+    def founds(self) -> bool:
+        """This agent owns the first contact: it says who the first voters are."""
+        me = self.known[self.me]
+        return f"{me.host}:{me.port}" == self._settings.contacts[0]
+
+    def begin(self) -> None:
+        """Dial until everybody who is known has a line."""
+        self._task = asyncio.create_task(self._dial())
+
+    def name_job(self, job: str) -> None:
+        """The founder: from now on the job has a name, and whoever is here learns it."""
+        self.job = job
+        self._publish()
+
+    def send(self, to: NodeId, message: PeerMessage) -> bool:
+        """To one agent; False when there is no line (the sender asks again)."""
+        line = self._lines.get(to)
+        return line is not None and line.send(message)
+
+    def broadcast(self, message: PeerMessage) -> None:
+        """To everybody with a line."""
+        for line in self._lines.values():
+            line.send(message)
+
+    @property
+    def here(self) -> list[NodeId]:
+        """Everybody with a line, and this agent."""
+        return [self.me, *self._lines]
+
+    async def end(self) -> None:
+        """Close all lines."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        await self._hub.close(DIAL_TIMEOUT_S)
+
+    async def _dial(self) -> None:
+        own = {(self.known[self.me].host, self.known[self.me].port)}
+        while True:
+            targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
+            if len(self.known) == 1 or not self.job:
+                targets |= {(host, int(port)) for host, _, port in _split(self._settings.contacts)}
+            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own))
+            await asyncio.sleep(DIAL_S)
+
+    async def _connect(self, host: str, port: int) -> None:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await self._hub.connect(host, port, "peer")
+        except AuthError as error:
+            self._on_refused(error.message)
+        except (OSError, ProtocolError):
+            return  # it is not up yet, or gone: dialled again
+
+    def _greet(self, channel: Channel[PeerMessage]) -> None:
+        settings, known = self._settings, tuple(self.known.values())
+        hello = PeerHello(
+            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.nproc, known=known
+        )
+        channel.send(hello)
+
+    def _heard(self, channel: Channel[PeerMessage], message: PeerMessage) -> None:
+        node_id = self._node_of.get(channel)
+        if isinstance(message, PeerRefused):
+            self._on_refused(message.reason)
+        elif isinstance(message, PeerHello):
+            self._welcome(channel, message)
+        elif node_id is None:
+            channel.close()
+        elif isinstance(message, PeerList):
+            self._learn(message.job, message.known)
+        else:
+            self._on_message(node_id, message)
+
+    def _welcome(self, channel: Channel[PeerMessage], hello: PeerHello) -> None:
+        peer = hello.peer
+        why = self._unfit(hello)
+        if why and not channel.peer_role:
+            return  # this agent dialled: the other one judges
+        if why:
+            self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
+            channel.send(PeerRefused(reason=why))
+            channel.close()
+            return
+        before = self._lines.get(peer.node_id)
+        self._lines[peer.node_id] = channel
+        self._node_of[channel] = peer.node_id
+        if before is None:
+            self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
+        self._learn(hello.job, (*hello.known, peer), said_by=peer)
+        self._on_here(peer.node_id)
+
+    def _unfit(self, hello: PeerHello) -> str:
+        settings, peer = self._settings, hello.peer
+        if (hello.nodes, hello.slots) != (settings.nnodes, settings.nproc):
+            return (
+                f"{peer.node_id} was started for {hello.nodes} nodes of {hello.slots} workers, "
+                f"{self.me} for {settings.nnodes} of {settings.nproc}"
+            )
+        if self.job and hello.job and self.job != hello.job:
+            return f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"
+        known = self.known.get(peer.node_id)
+        twice = known is not None and known.home != peer.home and peer.node_id in (self.me, *self._lines)
+        return f"there is a {peer.node_id} already: give each host a --node-rank of its own" if twice else ""
+
+    def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
+        """New names and, from an agent about itself, a new address."""
+        changed = bool(job) and not self.job
+        self.job = self.job or job
+        for peer in known:
+            if peer.node_id == self.me:
+                continue
+            if peer.node_id not in self.known or (peer == said_by and self.known[peer.node_id] != peer):
+                self.known[peer.node_id] = peer
+                changed = True
+        if changed:
+            self._publish()
+
+    def _publish(self) -> None:
+        known = tuple(self.known.values())
+        write_private(self._run.peers, msgspec.json.encode(known))
+        self.broadcast(PeerList(job=self.job, known=known))
+
+    def _closed(self, channel: Channel[PeerMessage]) -> None:
+        node_id = self._node_of.pop(channel, None)
+        if node_id is not None and self._lines.get(node_id) is channel:
+            del self._lines[node_id]
+            self._journal.append("peer_gone", {"node": node_id})
+
+
+def _read_peers(run: RunDir) -> list[Peer]:
+    return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
+
+
+def _split(contacts: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [contact.rpartition(":") for contact in contacts]
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that reaches ``host``; nothing is sent.
+
+    Raises:
+        OSError: no route, or an unknown name.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has this IPv4 address, empty when none has."""
+    wanted = ipaddress.ip_address(address).packed
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                found = ioctl(sock, SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+            except OSError:  # it has no IPv4 address
+                continue
+            if found[20:24] == wanted or (name == "lo" and wanted[0] == 127):
+                return name
+    return ""

@@ -1,0 +1,139 @@
+"""A network of several hosts on one machine, with cables that can be cut, one way too, or lose packets.
+
+Every host is a network namespace with a TAP device; a process copies the frames from each device to the others, as the
+state of the cables says. No kernel module beside ``tun`` is needed, and the loss is exactly what is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+TUNSETIFF = 0x400454CA
+IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
+FRAME_SIZE_BYTES_MAX = 65536
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def why_not() -> str:
+    """Why this machine cannot have such a network, or an empty string."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "there is no /dev/net/tun"
+    name = f"hf{os.getpid()}t"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode:
+        return f"ip netns add: {made.stderr.decode().strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+class Network:
+    """``count`` hosts, 10.77.0.1 and up; use it as a context manager."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.names = [f"hf{os.getpid()}n{i}" for i in range(count)]
+        self.loss: dict[tuple[int, int], float] = {}  # (from, to) -> share of frames that vanish
+        self.carried = self.dropped = 0
+        self._taps: list[int] = []
+        self._random = random.Random(seed)
+        self._stop_read, self._stop_write = os.pipe()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def __enter__(self) -> Network:
+        for index, name in enumerate(self.names):
+            _ip("netns", "add", name)
+            self._taps.append(_tap_in(name))
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "tap0")
+            _ip("-n", name, "link", "set", "tap0", "up")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.write(self._stop_write, b"x")
+        self._thread.join()
+        for tap in (*self._taps, self._stop_read, self._stop_write):
+            os.close(tap)
+        for name in self.names:
+            _ip("netns", "del", name)
+
+    @staticmethod
+    def address(index: int) -> str:
+        """The address of one host."""
+        return f"10.77.0.{index + 1}"
+
+    def on(self, index: int) -> list[str]:
+        """Words in front of a command that runs on this host."""
+        return ["ip", "netns", "exec", self.names[index]]
+
+    def cut(self, index: int, *, to_it: bool = True, from_it: bool = True) -> None:
+        """Pull the cable of one host, both ways or one."""
+        self._set(index, 1.0, to_it=to_it, from_it=from_it)
+
+    def mend(self, index: int) -> None:
+        """Plug it in again."""
+        self._set(index, 0.0, to_it=True, from_it=True)
+
+    def _set(self, index: int, loss: float, *, to_it: bool, from_it: bool) -> None:
+        for other in range(len(self.names)):
+            if from_it:
+                self.loss[index, other] = loss
+            if to_it:
+                self.loss[other, index] = loss
+
+    def lose(self, share: float) -> None:
+        """Every cable loses this share of its frames, in both directions."""
+        count = range(len(self.names))
+        self.loss = {(a, b): share for a in count for b in count}
+
+    def _carry(self) -> None:
+        poller = select.poll()
+        for fd in (*self._taps, self._stop_read):
+            poller.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._stop_read:
+                    return
+                self._forward(self._taps.index(fd), os.read(fd, FRAME_SIZE_BYTES_MAX))
+
+    def _forward(self, source: int, frame: bytes) -> None:
+        for target, tap in enumerate(self._taps):
+            if target == source:
+                continue
+            if self._random.random() < self.loss.get((source, target), 0.0):
+                self.dropped += 1
+                continue
+            self.carried += 1
+            os.write(tap, frame)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _tap_in(name: str) -> int:
+    """A TAP device in a namespace, held by a descriptor of this process."""
+    with open("/proc/self/ns/net") as home, open(Path("/run/netns") / name) as there:
+        _enter(there.fileno())
+        try:
+            fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+            fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", b"tap0", IFF_TAP | IFF_NO_PI))
+            return fd
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns failed")

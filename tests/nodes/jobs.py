@@ -1,0 +1,144 @@
+"""A job of several hosts: one ``holdfast run`` in each network namespace, one command per host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+from pathlib import Path
+
+from holdfast import journal
+from holdfast.journal import Event
+from holdfast.runtime.procs import sweep
+from holdfast.runtime.rundir import RunDir
+from tests.cli.command import HOLDFAST, clean_environment
+from tests.nodes.cables import Network
+from tests.runtime.runs import LOOP, exists, until
+
+BOUND_S = 60.0
+
+TRAIN = """
+import hashlib, os, sys, time
+import torch
+import torch.distributed as dist
+import holdfast
+from torch.nn.parallel import DistributedDataParallel
+
+steps, pause_s, result = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+rank = dist.get_rank()
+data = torch.utils.data.TensorDataset(torch.arange(4096.0).reshape(-1, 16).sin())
+loader = torch.utils.data.DataLoader(data, 8, sampler=torch.utils.data.DistributedSampler(data, seed=7))
+with holdfast.session(model=model, optimizer=optimizer, seed=7) as s:
+    for step in s.steps(loader, until=steps):
+        with step as batch:
+            time.sleep(pause_s)
+            ((model(batch[0]) - 1) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+open(f"{result}-{rank}", "w").write(digest)
+dist.destroy_process_group()
+"""
+"""DDP with dropout; each rank writes the digest of its final weights."""
+
+
+class Hosts:
+    """``holdfast run`` on every host of a network; use it as a context manager: nothing of it is left behind."""
+
+    def __init__(
+        self, net: Network, base: Path, nnodes: str, script: str = LOOP, args: tuple[str, ...] = (), nproc: int = 1,
+        flags: tuple[str, ...] = (), torch: bool = False,
+    ) -> None:  # fmt: skip
+        self.net = net
+        self.base = base
+        self.nnodes = nnodes
+        self.nproc = nproc
+        self.flags = flags
+        self.script = base / "train.py"
+        self.script.write_text(script)
+        self.args = args
+        self.token = base / "token"
+        self.token.touch(0o600)
+        self.token.write_text(secrets.token_hex(32))
+        self.env = clean_environment({"HOLDFAST_CHECKPOINT": str(base / "checkpoints")})
+        if not torch:
+            stub = base / "stub" / "torch"
+            stub.mkdir(parents=True)
+            (stub / "__init__.py").write_text(
+                "raise ModuleNotFoundError('no torch in this test', name='torch')\n"
+            )
+            self.env["PYTHONPATH"] = f"{stub.parent}:{self.env.get('PYTHONPATH', '')}"
+        self.commands: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for index in self.commands:
+            self.kill(index)
+        for command in self.commands.values():
+            command.wait()
+        for directory in self.base.glob("host*/*/run.json"):
+            run = RunDir(directory.parent)
+            sweep(run)
+            run.remove_pages()
+
+    def start(self, *indices: int) -> None:
+        """Type the command on these hosts (all of them without a word)."""
+        for index in indices or range(len(self.net.names)):
+            words = [
+                *self.net.on(index), HOLDFAST, "run", "--nnodes", self.nnodes, "--node-rank", str(index),
+                "--master-addr", self.net.address(0), "--token-file", str(self.token),
+                "--nproc-per-node", str(self.nproc), "--run-dir", str(self.base / f"host{index}"),
+                "--run-id", "job", "--grace-s", "20", *self.flags, str(self.script), *self.args,
+            ]  # fmt: skip
+            with open(self.base / f"host{index}.out", "ab") as out:
+                self.commands[index] = subprocess.Popen(words, stdout=out, stderr=out, env=self.env)
+
+    def run(self, index: int) -> RunDir:
+        """The run directory of a host."""
+        return RunDir(self.base / f"host{index}" / f"job-node{index}")
+
+    def events(self, index: int, kind: str = "") -> list[Event]:
+        """The event log of a host."""
+        return [e for e in journal.read(self.run(index).journal).events if kind in ("", e.kind)]
+
+    def wait_event(self, index: int, kind: str, count: int = 1, bound_s: float = BOUND_S) -> Event:
+        """The ``count``-th event of a kind on a host."""
+        event: Event = until(
+            f"{kind} on host {index}",
+            lambda: next(iter(self.events(index, kind)[count - 1 :]), None),
+            bound_s,
+        )
+        return event
+
+    def wait(self, index: int, bound_s: float = BOUND_S) -> int:
+        """Exit code of the command of a host."""
+        return self.commands[index].wait(bound_s)
+
+    def output(self, index: int) -> str:
+        """What the command printed."""
+        return (self.base / f"host{index}.out").read_text()
+
+    def pids(self, index: int) -> list[int]:
+        """Every process of a host."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.net.names[index]], capture_output=True, text=True, check=True
+        )
+        return [int(word) for word in listed.stdout.split()]
+
+    def kill(self, index: int) -> None:
+        """The host loses its power."""
+        while pids := [pid for pid in self.pids(index) if exists(pid)]:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue

@@ -1,0 +1,87 @@
+"""Several hosts, each a network namespace: one command per host, and a host that is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import Exit
+from tests.cli.command import HOLDFAST, clean_environment
+from tests.nodes.cables import Network, why_not
+from tests.nodes.jobs import TRAIN, Hosts
+from tests.runtime.runs import until
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no network of several hosts here: {WHY_NOT}"),
+]
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Network]:
+    """Three hosts."""
+    with Network(3) as network:
+        yield network
+
+
+def alone(base: Path, steps: int) -> str:
+    """Digest of the same training on one node, undisturbed."""
+    script = base / "alone.py"
+    script.write_text(TRAIN)
+    subprocess.run(
+        [HOLDFAST, "run", "--nproc-per-node", "2", "--run-dir", str(base / "alone"), str(script), str(steps), "0",
+         str(base / "alone-out")], cwd=base, env=clean_environment(), check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return (base / "alone-out-0").read_text()
+
+
+def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Path) -> None:
+    with Hosts(net, tmp_path, "2", args=("5",), nproc=2) as hosts:
+        hosts.start(1, 0)
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0) + hosts.output(1)
+        started = hosts.events(1, "generation_started")[0].data
+        assert started["nodes"] == ["node0", "node0", "node1", "node1"]
+        kinds = [[(e.kind, e.data["line"]) for e in hosts.events(i) if e.who == "controller"] for i in (0, 1)]
+        assert kinds[0] == kinds[1], "both logs hold all lines of the controller"
+        assert "seals a checkpoint" in hosts.output(0), "two nodes: what a loss means is said at the start"
+        assert all(os.stat(hosts.run(i).path / "token").st_mode & 0o077 == 0 for i in (0, 1))
+        assert not hosts.pids(0) and not hosts.pids(1)
+
+
+def test_two_hosts_with_one_number_are_told(net: Network, tmp_path: Path) -> None:
+    with Hosts(net, tmp_path, "2", args=("5",)) as hosts:
+        hosts.start(0)
+        until("host 0 listens", lambda: hosts.events(0, "agent_started"))
+        words = [HOLDFAST, "run", "--nnodes", "2", "--node-rank", "0", "--master-addr", net.address(0)]
+        words += [
+            "--token-file",
+            str(hosts.token),
+            "--run-dir",
+            str(tmp_path / "twin"),
+            str(hosts.script),
+            "5",
+        ]
+        twin = subprocess.run(
+            [*net.on(1), *words], capture_output=True, text=True, timeout=30, env=hosts.env, check=False
+        )
+        assert twin.returncode == Exit.USAGE and "--node-rank of its own" in twin.stderr, twin.stderr
+
+
+@pytest.mark.torch
+def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Network, tmp_path: Path) -> None:
+    with Hosts(net, tmp_path, "2:3", TRAIN, ("70", "0.04", str(tmp_path / "out")), torch=True) as hosts:
+        hosts.start()
+        hosts.wait_event(1, "resumed")
+        hosts.kill(0)
+        assert [hosts.wait(1), hosts.wait(2)] == [0, 0], hosts.output(1)
+        seats = [e.data["nodes"] for e in hosts.events(1, "generation_started")]
+        assert seats == [["node0", "node1"], ["node2", "node1"]]
+        assert hosts.events(1, "verdict")[0].data["action"] == "restart_last_gasp"
+        assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
+    digests = {path.read_text() for path in tmp_path.glob("out-*")}
+    assert digests == {alone(tmp_path, 70)}
