@@ -85,9 +85,17 @@ class Fleet:
                 job.send_node(event.node_id, kill)
         if job.roster.members:
             self._returning[event.node_id] = frozenset(seen)
-        elif not job.config.library and len(job.slots) >= job.config.nnodes:
-            self.recovery.launch(now)
+        elif not job.config.library and set(self.voters) <= set(job.slots):
+            self._launch(now)
+        else:
+            job.timer("gather", job.config.rejoin_s)  # the nodes in their order, if they are all about to come
         if self.recovery.phase == "waiting":
+            self.recovery.launch(now)
+
+    def _launch(self, now: float) -> None:
+        """Start the ranks for the first time, if the nodes suffice."""
+        job = self.job
+        if not job.roster.members and not job.config.library and len(job.slots) >= job.config.nnodes:
             self.recovery.launch(now)
 
     def agent_beat(self, now: float, node_id: NodeId) -> None:
@@ -281,6 +289,8 @@ class Fleet:
             self._beat(now)
         elif kind == "startup":
             self._startup(now)
+        elif kind == "gather":
+            self._launch(now)
         elif kind == "rejoin":
             self._rejoin(now)
         elif kind in ("kill", "failing"):
