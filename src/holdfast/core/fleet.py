@@ -88,7 +88,9 @@ class Fleet:
         elif not job.config.library and set(self.voters) <= set(job.slots):
             self._launch(now)
         else:
-            job.timer("gather", job.config.rejoin_s)  # the nodes in their order, if they are all about to come
+            job.timer(
+                "gather", job.config.rejoin_s
+            )  # the nodes in their order, if they are all about to come
         if self.recovery.phase == "waiting":
             self.recovery.launch(now)
 
