@@ -16,9 +16,12 @@ RUNS = 7
 # The public names. Adding one is a decision: add it here, to the README and to the changelog.
 PUBLIC = [
     "AuthError",
+    "BestInterval",
     "CheckpointInvalid",
     "CheckpointMismatch",
     "EmptyLoaderError",
+    "EverySeconds",
+    "EverySteps",
     "FaultError",
     "GroupError",
     "HoldfastError",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.adapters.arm import arm
@@ -34,14 +35,18 @@ from holdfast.errors import (
 if TYPE_CHECKING:
     from holdfast.session.api import load
     from holdfast.session.api import open_session as session
+    from holdfast.store.policy import BestInterval, EverySeconds, EverySteps
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AuthError",
+    "BestInterval",
     "CheckpointInvalid",
     "CheckpointMismatch",
     "EmptyLoaderError",
+    "EverySeconds",
+    "EverySteps",
     "FaultError",
     "GroupError",
     "HoldfastError",
@@ -62,15 +67,20 @@ __all__ = [
     "session",
 ]
 
-_LAZY = {"load": "load", "session": "open_session"}
+_LAZY = {
+    "load": "holdfast.session.api:load",
+    "session": "holdfast.session.api:open_session",
+    "BestInterval": "holdfast.store.policy:BestInterval",
+    "EverySeconds": "holdfast.store.policy:EverySeconds",
+    "EverySteps": "holdfast.store.policy:EverySteps",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it has {', '.join(__all__)}")
-    from holdfast.session import api
-
-    found = globals()[name] = getattr(api, _LAZY[name])
+    module, _, attribute = _LAZY[name].partition(":")
+    found = globals()[name] = getattr(import_module(module), attribute)
     return found
 
 

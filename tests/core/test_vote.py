@@ -23,6 +23,8 @@ def test_unanimous_sound_votes_pass() -> None:
 def test_one_flag_is_everyones() -> None:
     result = tally(Ballot(step=3), Ballot(step=3, exit=True), Ballot(step=3, save=True, nonfinite=True))
     assert result == Tally(passed=True, exit=True, save=True, nonfinite=True)
+    result = tally(Ballot(step=3), Ballot(step=3, due=True), Ballot(step=3, busy=True))
+    assert result == Tally(passed=True, due=True, busy=True)
 
 
 @pytest.mark.parametrize(

@@ -13,29 +13,6 @@ from tests.session.test_jobs import Result, events, start
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-SLOW_DISK = """
-import os, sys, time
-if "holdfast.store.writerd" in sys.orig_argv:
-    fsync = os.fsync
-    def slow(fd):
-        time.sleep({delay_s})
-        fsync(fd)
-    os.fsync = slow
-"""
-
-
-@pytest.fixture
-def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Every fsync of every writer process takes longer from now on."""
-
-    def slow(delay_s: float) -> None:
-        place = tmp_path / "site"
-        place.mkdir()
-        (place / "sitecustomize.py").write_text(SLOW_DISK.format(delay_s=delay_s))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
-
-    return slow
-
 
 def left_behind(where: Path) -> list[str]:
     """Command lines of processes that name ``where`` in their environment or arguments."""

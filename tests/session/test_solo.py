@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exits import Exit
+from holdfast.store.policy import Moment
 from holdfast.store.root import Root
+from tests.runtime.runs import until
 
 pytestmark = pytest.mark.torch
 
@@ -118,8 +121,41 @@ def test_resume_continues_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_periodic_saves_and_retention(tmp_path: Path) -> None:
-    Job().train(12, checkpoint=tmp_path, save_every_steps=2, keep=2)
-    assert [v.step for v in Root(tmp_path).list()] == [12, 10]
+    job = Job()
+    with job.session(checkpoint=tmp_path, save=2, keep=2) as s:
+        for step in s.steps(job.loader, until=11):
+            with step as batch:
+                job.update(batch)
+            until("the save is written", lambda: not s._saver.busy)
+    found = Root(tmp_path).list()
+    assert [(v.step, v.save_id and v.save_id.kind) for v in found] == [(11, "final"), (10, "periodic")]
+
+
+def test_a_slow_disk_delays_the_next_save_and_not_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, slow_disk: Callable[[float], None]
+) -> None:
+    slow_disk(0.1)
+    with caplog.at_level(logging.INFO, "holdfast"):
+        Job().train(30, checkpoint=tmp_path, save=holdfast.EverySteps(2), keep=99)
+    steps = [v.step for v in Root(tmp_path).list()]
+    assert steps[0] == 30 and steps[-1] == 2 and len(steps) < 15
+    assert caplog.text.count("the save due at step 4 waits, the one of step 2 is still being written") == 1
+    assert caplog.text.count("waits") == 1
+
+
+def test_save_policies_of_every_form(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def third(now: Moment) -> bool:
+        asked.append(now.step)
+        return now.step == 3
+
+    Job().train(5, checkpoint=tmp_path / "a", save=[third, timedelta(hours=1), 100, "auto"], keep=9)
+    assert asked == [1, 2, 3, 4, 5]
+    assert [v.step for v in Root(tmp_path / "a").list()] == [5, 3]
+    for wrong in ("often", 0, -1, timedelta(0), 2.5, True, [3, "x"]):
+        with pytest.raises(UsageError):
+            Job().session(checkpoint=tmp_path, save=wrong)
 
 
 def test_save_on_request(tmp_path: Path) -> None:

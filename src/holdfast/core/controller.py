@@ -231,6 +231,7 @@ class Controller:
             duration_s=event.duration_s,
             stall_s=event.stall_s,
             error=event.error,
+            delayed_steps=event.delayed_steps,
         )
         if event.sealed and not event.error and job.sealed_directory != save_id.directory():
             job.sealed_directory = save_id.directory()

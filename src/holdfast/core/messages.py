@@ -113,6 +113,7 @@ class SaveReported(Message, frozen=True):
     duration_s: float
     stall_s: float = 0.0
     error: str = ""
+    delayed_steps: int = 0  # it was due so many steps earlier, when the save before was still being written
 
 
 class StepReached(Message, frozen=True):

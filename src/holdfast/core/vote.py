@@ -19,7 +19,7 @@ from holdfast.errors import InternalError
 
 STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
-FIELDS = ("count", "unsound", "exit", "save", "nonfinite", "step", "step_squared")
+FIELDS = ("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "step", "step_squared")
 VECTOR_LENGTH = len(FIELDS)
 
 
@@ -30,22 +30,26 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     unsound: bool = False  # a collective of this rank broke: its gradients are worth nothing
     exit: bool = False  # asked to leave after this step
     save: bool = False  # asks for a checkpoint after this step
+    due: bool = False  # its policy says that a periodic one is due after this step
+    busy: bool = False  # its save before is still being written: another one now would hold up the step
     nonfinite: bool = False  # its gradients hold inf or nan
 
     def encode(self) -> list[int]:
         """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
         residue = self.step % STEP_MODULUS
-        flags = (self.unsound, self.exit, self.save, self.nonfinite)
+        flags = (self.unsound, self.exit, self.save, self.due, self.busy, self.nonfinite)
         return [1, *(int(flag) for flag in flags), residue, residue * residue]
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job says. ``exit``, ``save`` and ``nonfinite`` count only when ``passed``; ``reason`` says why
+    """What the job says: each flag is set when any rank set it, and counts only when ``passed``; ``reason`` says why
     not."""
 
     passed: bool
     exit: bool = False
     save: bool = False
+    due: bool = False
+    busy: bool = False
     nonfinite: bool = False
     reason: str = ""
 
@@ -58,11 +62,13 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, nonfinite, total, squares = vector
+        count, unsound, leave, save, due, busy, nonfinite, total, squares = vector
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {world_size} ranks voted")
         if unsound != 0:
             return Tally(passed=False, reason=f"{unsound} of {world_size} ranks saw a collective break")
         if world_size * squares != total * total:
             return Tally(passed=False, reason="the ranks are at different steps")
-        return Tally(passed=True, exit=leave > 0, save=save > 0, nonfinite=nonfinite > 0)
+        return Tally(
+            passed=True, exit=leave > 0, save=save > 0, due=due > 0, busy=busy > 0, nonfinite=nonfinite > 0
+        )

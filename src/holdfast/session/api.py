@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.errors import CheckpointInvalid, UsageError
 
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
     from holdfast.session.session import Session
+    from holdfast.store.policy import SavePolicy
     from holdfast.store.reader import LoadReport
+
+    OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
+    SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
 
 
 def open_session(
@@ -24,6 +30,7 @@ def open_session(
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str = "auto",
     seed: int = 0,
+    save: SaveWhen = None,
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
@@ -41,7 +48,10 @@ def open_session(
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh on purpose), a checkpoint, a
             directory of checkpoints, or ``DIRECTORY@STEP``.
         seed: of all random numbers of the steps.
-        save_every_steps, save_every_s: save periodically, in updates or seconds.
+        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the least,
+            measured), an object of ``EverySteps``, ``EverySeconds`` or ``BestInterval``, a function of a
+            ``holdfast.store.policy.Moment``, or a list of these. None: when ``session.save()`` is called.
+        save_every_steps, save_every_s: the first two in other words.
         keep: how many valid checkpoints stay.
         state: further objects with ``state_dict``/``load_state_dict``, plain values, or random generators, by name.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
@@ -61,6 +71,7 @@ def open_session(
         checkpoint=checkpoint,
         resume=resume,
         seed=seed,
+        save=save,
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,

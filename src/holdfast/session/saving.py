@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.core.ids import SaveId
 from holdfast.core.messages import SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
+from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import complete_layouts
@@ -55,6 +57,7 @@ class Saver:
         keep: valid checkpoints that pruning leaves.
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
+        pace: hears what saves cost.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Saver:
         keep: int,
         values: Values,
         locals_: Locals,
+        pace: Pace,
     ) -> None:
         self.root = root
         self.saved_step = -1
@@ -75,10 +79,12 @@ class Saver:
         self._keep = keep
         self._values = values
         self._locals = locals_
+        self._pace = pace
         self._version = 0
         self._published = b""
         self._size = -1
-        self._stalls: dict[SaveId, float] = {}
+        self._noting = threading.Lock()  # a small save is written before its cost is known
+        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[int, int] = {}
         self._planned: tuple[int, Catalogue, Plan] | None = None
         self._background = BackgroundSaver(self._done)
@@ -88,6 +94,11 @@ class Saver:
         if self.root is not None:
             self._background.__enter__()
         self.publish()
+
+    @property
+    def busy(self) -> bool:
+        """A save is being written in the background."""
+        return self._background.busy
 
     def close(self) -> None:
         """Finish the save in flight."""
@@ -156,21 +167,26 @@ class Saver:
                 self._rank.enter(Phase.READY)
 
     def _save(self, save_id: SaveId, root: Path, wait: bool) -> bool:
+        started_s = time.perf_counter()
         collected = self._adapter.collect()
         self.publish(collected)
         catalogue, made = self._plan()
         rank = self._adapter.rank
         values, own = self._values(collected), {rank: self._locals()}
         if not wait:
-            staged = self._background.save(root, save_id, catalogue, made, rank, collected, values, own)
-            self._rank.staged(save_id.step)
-            self._stalls[save_id] = staged.stall_s + staged.waited_s
+            self._background.wait()
+            with self._noting:
+                self._background.save(root, save_id, catalogue, made, rank, collected, values, own)
+                self._rank.staged(save_id.step)
+                stall_s = time.perf_counter() - started_s
+                self._costs[save_id] = (stall_s, self._pace.take_delay())
+            self._pace.measured(stall_s=stall_s)
             self.saved_step = save_id.step
             return False
         self._background.wait()
         started_s = time.perf_counter()
         written = write_share(root, save_id, catalogue, made, rank, collected, values, own)
-        self._stalls[save_id] = time.perf_counter() - started_s
+        self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
         self.saved_step = save_id.step
         return written.sealed or self._await_seal(root / save_id.directory())
@@ -187,6 +203,8 @@ class Saver:
     def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
+        if isinstance(result, Written):
+            self._pace.measured(durable_s=result.duration_s)
         if isinstance(result, Written) and result.sealed and self.root is not None:
             log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
             try:
@@ -198,6 +216,8 @@ class Saver:
         failed = isinstance(result, HoldfastError)
         if isinstance(result, HoldfastError):
             log.error("holdfast: step %d was not saved: %s", save_id.step, result)
+        with self._noting:
+            stall_s, delayed_steps = self._costs.pop(save_id, (0.0, 0))
         client = self._rank.client
         if client is None:
             return
@@ -209,7 +229,8 @@ class Saver:
                 sealed=not failed and result.sealed,  # type: ignore[union-attr]
                 size_bytes=0 if failed else result.size_bytes,  # type: ignore[union-attr]
                 duration_s=0.0 if failed else result.duration_s,  # type: ignore[union-attr]
-                stall_s=self._stalls.pop(save_id, 0.0),
+                stall_s=stall_s,
+                delayed_steps=delayed_steps,
                 error=str(result)[:1000] if failed else "",
             )
         )

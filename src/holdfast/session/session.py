@@ -28,11 +28,13 @@ from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
+from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
 from holdfast.session.step import Blocks, Step
+from holdfast.store.policy import save_policies
 from holdfast.store.values import encode_values
 
 log = logging.getLogger("holdfast")
@@ -56,6 +58,7 @@ class Settings:
         keep: int,
         exit_file: str | os.PathLike[str] | None,
         grace_s: float | None,
+        save: object = None,
     ) -> None:
         for name, value in (
             ("save_every_steps", save_every_steps),
@@ -69,8 +72,7 @@ class Settings:
         self.checkpoint = None if checkpoint is None else Path(checkpoint).absolute()
         self.resume = str(resume)
         self.seed = int(seed)
-        self.save_every_steps = save_every_steps
-        self.save_every_s = save_every_s
+        self.policies = save_policies(save, save_every_steps, save_every_s)
         self.keep = keep
         self.exit_file = None if exit_file is None else Path(exit_file).absolute()
         self.grace_s = grace_s
@@ -91,10 +93,8 @@ class Session:
         self._local: dict[str, Plain] = {}
         self._loops = 0
         self._feed: Feed | None = None
-        self._save_asked = False
         self._exit_agreed = False
         self._exit_sealed = False
-        self._last_save_s = time.monotonic()
         self._local_too_large = False
         self._resumed: Resumed | None = None
         self._section = ""
@@ -111,23 +111,21 @@ class Session:
             self.root = Path(os.environ[ROOT_VARIABLE]).absolute()
         if self.root is None and client is not None and client.run_dir is not None and not library:
             self.root = RunDir(client.run_dir).checkpoints
-        if client is None or client.run_dir is None:
-            run = f"solo-{secrets.token_hex(4)}"
-        else:
-            run = RunSettings.load(client.run_dir).job_id
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        run, run_s = f"solo-{secrets.token_hex(4)}", 0.0
+        if client is not None and client.run_dir is not None:
+            about = RunSettings.load(client.run_dir)
+            run, run_s = about.job_id, time.time() - about.created_at
+        self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
         self._rank = Rank(self._adapter, client, lambda settle: self._open_saver.on_settle(settle))
         self._rank.connect()
         self._saver = Saver(
-            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals
+            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace
         )
         self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
-        restarted = (
-            client is not None
-            and not library
-            and (bool(client.resume) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-        )
+        restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
         self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
         self._open()
         return self
@@ -218,6 +216,7 @@ class Session:
                 )
             )
         saver.start()
+        self._pace.start(self._step)
         rank.enter(Phase.READY)
 
     def _say(self, line: str) -> None:
@@ -259,7 +258,7 @@ class Session:
             raise UsageError(
                 "save() without a checkpoint directory", hint="holdfast.session(checkpoint='ckpts/')"
             )
-        self._save_asked = True
+        self._pace.asked = True
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -351,15 +350,13 @@ class Session:
 
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
         """What this rank says in the vote."""
-        every_s = self._settings.save_every_s
-        due = (
-            every_s is not None and self.root is not None and time.monotonic() - self._last_save_s >= every_s
-        )
         return Ballot(
             step=step,
             unsound=unsound,
             exit=bool(self._rank.exit_source),
-            save=self._save_asked or due,
+            save=self._pace.asked,
+            due=self._pace.due(step + 1),
+            busy=self._open_saver.busy,
             nonfinite=nonfinite,
         )
 
@@ -393,16 +390,10 @@ class Session:
         rank = self._rank
         if rank.fenced:
             return  # what the vote said of saving and leaving is asked again after the recovery
-        every = self._settings.save_every_steps
         if tally.exit:
             self._agree_exit()
-        elif tally.save:
-            self._save_asked = False
-            self._last_save_s = time.monotonic()
-            self._open_saver.save("request", wait=False)
-        elif every is not None and rank.step % every == 0:
-            self._last_save_s = time.monotonic()
-            self._open_saver.save("periodic", wait=False)
+        elif kind := self._pace.agreed(tally, rank.step):
+            self._open_saver.save(kind, wait=False)
 
     def _agree_exit(self) -> None:
         rank = self._rank
