@@ -12,10 +12,10 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix soak bench clean
+.PHONY: help venv drill test check frameworks matrix soak soak-hang bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml did not change)
 
@@ -43,6 +43,9 @@ matrix: venv  ## every phase x victim x way to die x layout, compared bit for bi
 
 soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
 	$(VENV)/bin/python -m holdfast.drill.matrix --soak 50
+
+soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
+	$(VENV)/bin/python bench/soak_hang.py
 
 bench: venv  ## what it costs and how fast it recovers, beside torchrun (15 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py

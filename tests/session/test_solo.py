@@ -450,3 +450,16 @@ def test_own_state_travels(tmp_path: Path) -> None:
 
     reseed_generators([("gen", generator)], 5, 0, 4)
     assert resumed["best"] == float(torch.rand((), generator=generator))
+
+
+def test_a_section_stands_between_two_steps() -> None:
+    job = Job()
+    with job.session() as s:
+        for step in s.steps(job.loader, until=2):
+            with s.section("eval"), pytest.raises(StepError, match="another section"), s.section("more"):
+                pass
+            with step as batch:
+                with pytest.raises(StepError, match="inside a step"), s.section("eval"):
+                    pass
+                job.update(batch)
+            assert step.committed

@@ -114,6 +114,13 @@ FLAGS: tuple[Flag, ...] = (
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
+    _own("--hang-factor", "number", "a job that shows no progress for so many of its median steps hangs; 0: not "
+         "looked for", 10.0),
+    _own("--hang-floor", "number", "seconds without progress that are never a hang", 1.5),
+    _own("--hang-start", "number", "seconds without progress that are a hang before the first step; what announces "
+         "nothing between steps gets a third, a new section twice as much", 1800.0),
+    _own("--replace-slower-than", "number", "replace a rank whose steps take so many times as long as the others' "
+         "(waiting left out); 0: only report it", 0.0),
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
 )  # fmt: skip
 

@@ -159,7 +159,7 @@ class Progress:
         watch.idle_s = 0.0
         if reading.committed == last.committed:
             return
-        watch.steps += 1
+        watch.steps += reading.committed - last.committed
         if watch.steps > SAMPLES_MIN:
             self._steps.append(reading.step_s)
             if reading.busy_s:

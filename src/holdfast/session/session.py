@@ -265,8 +265,8 @@ class Session:
         """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
 
         How long one may show no progress is learned by name; the first one has an hour. A collective in it that loses a
-        peer raises PeerLost: all ranks then start again at the step that comes next, so put the section before the
-        block of that step to have it run again.
+        peer raises PeerLost: all ranks then start again at the step that comes next, so a section before the block of
+        that step is run again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``.
 
         Raises:
             StepError: inside the block of a step, or inside another section.
@@ -325,7 +325,7 @@ class Session:
 
     def _each(self, feed: Feed | None, until: int | None, epochs: int | None) -> Iterator[Step]:
         batch: Any = None
-        drawn = -1
+        drawn = tried = -1
         while not self._exit_agreed and (until is None or self.step < until):
             number = self.step
             if feed is not None and drawn != number:
@@ -339,7 +339,8 @@ class Session:
                         self._rank.enter(Phase.READY)
                 drawn = number
             epoch, last = (0, False) if feed is None else (feed.epoch, feed.last_in_epoch)
-            step = Step(self._blocks, number, batch, epoch, last)
+            step = Step(self._blocks, number, batch, epoch, last, again=tried == number)
+            tried = number
             yield step
             if not step.entered:
                 raise StepError(

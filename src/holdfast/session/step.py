@@ -51,13 +51,17 @@ class Step:
         committed: True after the block, when its update counts for the whole job.
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
+        again: True when this process has tried it before: what the loop does before the block is done already.
     """
 
-    def __init__(self, blocks: Blocks, number: int, batch: Any, epoch: int, last_in_epoch: bool) -> None:
+    def __init__(
+        self, blocks: Blocks, number: int, batch: Any, epoch: int, last_in_epoch: bool, again: bool = False
+    ) -> None:
         self.number = number
         self.committed = False
         self.epoch = epoch
         self.last_in_epoch = last_in_epoch
+        self.again = again
         self.entered = False
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)

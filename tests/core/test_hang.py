@@ -1,0 +1,165 @@
+"""The controller and a job that stands still: evidence from every node first, then one fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.hang import GATHER_S, stragglers
+from holdfast.core.messages import (
+    CancelTimer,
+    Evidence,
+    Fence,
+    Gather,
+    KillMember,
+    Moved,
+    Pace,
+    Paced,
+    RankEvidence,
+    Resume,
+    SetTimer,
+    Stalled,
+    Tick,
+)
+from tests.core.test_controller import NODE, Job
+
+
+def stalled(job: Job, idle_s: float = 2.0) -> Stalled:
+    generation = job.controller.job.roster.generation
+    return Stalled(node_id=NODE, generation=generation, idle_s=idle_s, bound_s=1.8, step_s=0.18)
+
+
+def evidence(job: Job, number: int, **odd: str | float) -> Evidence:
+    """Every rank in backward; rank 1 differs by ``odd``."""
+    ranks = []
+    for rank, member in enumerate(job.members):
+        facts = {"phase": "backward", "process": "S", "cpu": 0.0, **(odd if rank == 1 else {})}
+        ranks.append(
+            RankEvidence(
+                member_id=member,
+                rank=rank,
+                step=5,
+                idle_s=2.1,
+                bound_s=1.8,
+                phase=str(facts["phase"]),
+                process=str(facts["process"]),
+                cpu=float(facts["cpu"]),
+            )
+        )
+    return Evidence(node_id=NODE, number=number, ranks=tuple(ranks))
+
+
+def test_evidence_comes_before_the_kill_and_the_fault_is_a_hang() -> None:
+    job = Job().up()
+    job.now = 100.0
+    job.post(stalled(job))
+    (order,) = job.sent(Gather)
+    assert job.sent(KillMember) == []
+    job.post(evidence(job, order.number, process="T"))
+    (kill,) = job.sent(KillMember)
+    assert kill.member_id == job.members[1] and "stopped (state T)" in kill.reason
+    found = job.record("hang")
+    assert (found["answer"], found["ranks"], found["confidence"]) == ("kill", [1], "certain")
+    assert len(found["evidence"]) == 3
+    job.exit(1)
+    detected = job.record("detected")
+    assert detected["kind"] == "hang" and detected["what"].startswith("hangs: its process is stopped")
+    assert 2.1 <= detected["detected_s"] < 2.3, "dated from the beginning of the stillness"
+
+
+def test_a_worker_that_moves_takes_everything_back() -> None:
+    job = Job().up()
+    job.post(stalled(job))
+    (order,) = job.sent(Gather)
+    job.post(Moved(node_id=NODE, generation=job.generation))
+    assert CancelTimer(name="gather") in job.last
+    job.post(evidence(job, order.number, process="T"))
+    job.post(Tick(name="gather"))
+    assert job.sent(KillMember) == [] and not any(r.kind == "hang" for r in job.records)
+
+
+def test_nobody_to_blame_is_a_fence_and_a_retry_in_place() -> None:
+    job = Job().up()
+    job.post(stalled(job))
+    job.post(evidence(job, job.sent(Gather)[0].number))
+    assert len(job.sent(Fence)) == 3 and job.sent(KillMember) == []
+    for rank in range(3):
+        job.settle(rank, "aborted", 5)
+    assert job.record("verdict")["action"] == "retry_in_place"
+    for rank in range(3):
+        job.settle(rank, "aborted", 5)
+    assert job.sent(Resume) or any(r.kind == "restored" for r in job.records)
+
+
+def test_when_all_compute_it_is_slow_and_looked_at_again_later() -> None:
+    job = Job(patience_s=60.0).up()
+    job.post(stalled(job))
+    number = job.sent(Gather)[0].number
+    busy = evidence(job, number)
+    ranks = tuple(
+        RankEvidence(
+            member_id=e.member_id, rank=e.rank, step=5, phase="backward", idle_s=2.0, bound_s=1.8, cpu=1.0
+        )
+        for e in busy.ranks
+    )
+    job.post(Evidence(node_id=NODE, number=number, ranks=ranks))
+    assert job.sent(KillMember) == [] and job.sent(Fence) == []
+    (timer,) = [c for c in job.last if isinstance(c, SetTimer)]
+    assert timer.name == "patience"
+    job.post(stalled(job))
+    assert job.sent(Gather) == [], "not before its patience is over"
+    job.post(Tick(name="patience"))
+    assert len(job.sent(Gather)) == 1
+
+
+def test_during_a_recovery_nothing_is_judged() -> None:
+    job = Job().up()
+    job.post(stalled(job))
+    number = job.sent(Gather)[0].number
+    job.exit(2)
+    job.post(evidence(job, number, process="T"))
+    assert job.sent(KillMember) == []
+    job.post(stalled(job))
+    assert job.sent(Gather) == []
+
+
+def test_an_agent_that_does_not_answer_is_left_out() -> None:
+    job = Job().up()
+    job.post(stalled(job))
+    assert SetTimer(name="gather", delay_s=GATHER_S) in job.last
+    job.post(Tick(name="gather"))
+    assert job.record("hang")["answer"] == "wait"
+
+
+PACES = [Pace(0, 30, 0.1), Pace(1, 30, 0.1), Pace(2, 30, 0.25), Pace(3, 30, 0.11)]
+
+
+@pytest.mark.parametrize(
+    ("paces", "before", "slow"),
+    [
+        (PACES, set(), {2}),
+        ([Pace(p.rank, 5, p.busy_s) for p in PACES], set(), set()),
+        ([Pace(p.rank, 30, p.busy_s / 100) for p in PACES], set(), set()),
+        ([*PACES[:2], Pace(2, 30, 0.13)], set(), set()),
+        ([*PACES[:2], Pace(2, 30, 0.13)], {2}, {2}),
+        ([Pace(0, 30, 0.5)], set(), set()),
+    ],
+)
+def test_a_straggler_is_slow_for_long_and_by_much(
+    paces: list[Pace], before: set[int], slow: set[int]
+) -> None:
+    assert set(stragglers(paces, before)) == slow
+
+
+def test_a_straggler_is_told_once_and_replaced_only_when_asked() -> None:
+    for limit in (0.0, 2.0):
+        job = Job(world_size=4, replace_slower_than=limit).up()
+        paced = Paced(node_id=NODE, generation=job.generation, ranks=tuple(PACES))
+        job.post(paced)
+        assert job.record("straggler")["rank"] == 2 and job.record("straggler")["ratio"] == 2.5
+        assert [k.member_id for k in job.sent(KillMember)] == ([job.members[2]] if limit else [])
+        if not limit:
+            job.post(paced)
+            assert sum(r.kind == "straggler" for r in job.records) == 1
+            even = tuple(Pace(p.rank, 30, 0.1) for p in PACES)
+            job.post(Paced(node_id=NODE, generation=job.generation, ranks=even))
+            assert job.record("straggler_gone")["rank"] == 2

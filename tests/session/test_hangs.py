@@ -1,0 +1,46 @@
+"""Real processes: sections are no hangs and are run again, an endless loop is named, with its stack, and replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+
+pytestmark = [pytest.mark.torch]
+
+JOB = str(Path(__file__).with_name("hang_job.py"))
+FLOOR_S = 0.7
+BOUND_S = 100.0
+
+
+@pytest.mark.processes
+def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).parent / "holdfast"),
+        "run",
+        "--nproc-per-node",
+        "3",
+        "--run-id",
+        "it",
+    ]
+    command += ["--hang-floor", str(FLOOR_S), JOB, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BOUND_S
+    )
+    assert done.returncode == 0, done.stdout
+    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    detected = [e.data for e in events if e.kind == "detected" and e.data["kind"] != "exception"]
+    assert [(d["rank"], d["kind"]) for d in detected] == [(1, "signal"), (2, "hang")], done.stdout
+    assert all(e.data["steps_lost"] == 0 for e in events if e.kind == "recovered")
+    logs = [(tmp_path / f"runs/it/attempt-{n:03d}/rank-00000.log").read_text() for n in range(3)]
+    assert [log.count("before step 4") for log in logs] == [0, 1, 0], "broken off, then run again"
+    assert [log.count("before step 8") for log in logs] == [0, 1, 0], "longer than the floor, but announced"
+    (hang,) = [e.data for e in events if e.kind == "hang"]
+    assert (hang["answer"], hang["ranks"], hang["confidence"]) == ("kill", [2], "certain")
+    (stack,) = [name for name in hang["stacks"] if name.endswith("rank-00002.txt")]
+    assert "in spin" in (tmp_path / "runs/it" / stack).read_text()
+    assert any("rank 2" in line and "at spin (hang_job.py" in line for line in hang["evidence"])
