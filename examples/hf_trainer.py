@@ -1,7 +1,7 @@
 """Hugging Face's Trainer, protected: a small GPT-2 learns the Python sources of this machine's standard library.
 
     pip install 'holdfast[hf]'
-    holdfast run --nproc-per-node 4 examples/hf_trainer.py        # then kill -9 any worker
+    holdfast run --nproc-per-node 4 --preload transformers.trainer examples/hf_trainer.py        # then kill -9 any
 
 Holdfast adds: from holdfast.integrations.hf import protect; protect(trainer). No resume flag, no checkpoint path.
 """

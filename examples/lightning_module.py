@@ -1,7 +1,7 @@
 """Lightning, protected: a small network learns scikit-learn's handwritten digits.
 
     pip install 'holdfast[lightning]' scikit-learn
-    holdfast run --nproc-per-node 4 examples/lightning_module.py        # then kill -9 any worker
+    holdfast run --nproc-per-node 4 --preload lightning.pytorch examples/lightning_module.py      # then kill -9 any
 
 Holdfast adds: from holdfast.integrations.lightning import Holdfast; Trainer(callbacks=[Holdfast()]).
 """

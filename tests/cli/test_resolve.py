@@ -121,3 +121,10 @@ def test_worker_count_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_ranks_on_the_console(tee: str, redirects: str, only: str, shown: set[int]) -> None:
     assert shown_ranks(4, tee, redirects, only) == shown
+
+
+def test_modules_to_preload() -> None:
+    assert asked().settings.preload == ()
+    assert asked(preload="wave, json.tool,").settings.preload == ("wave", "json.tool")
+    with pytest.raises(UsageError, match="nothing is not installed"):
+        asked(preload="wave,nothing.like.this")

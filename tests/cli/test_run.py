@@ -24,6 +24,8 @@ if "die" in sys.argv and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"
     os.kill(os.getpid(), 9)
 if "raise" in sys.argv:
     undefined_name
+if "modules" in sys.argv:
+    print("wave was there:", "wave" in sys.modules, flush=True)
 if "wait" in sys.argv:
     pathlib.Path(f"up-{rank}").touch()
     time.sleep(300)
@@ -76,6 +78,11 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
     assert "rank 1 says" in holdfast("logs", "--rank", "1").stdout
     assert (tmp_path / "runs" / "mine").stat().st_mode & 0o777 == 0o700
     assert left_behind(tmp_path) == []
+
+
+def test_a_preloaded_module_is_there_before_the_script(holdfast: Run) -> None:
+    assert "wave was there: False" in holdfast("run", "train.py", "modules").stdout
+    assert "wave was there: True" in holdfast("run", "--preload", "wave", "train.py", "modules").stdout
 
 
 def test_a_rank_that_dies_shows_its_last_lines(holdfast: Run, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ FLAGS: tuple[Flag, ...] = (
     _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
+    _own("--preload", "text", "modules of the script that are slow to import (transformers.trainer,lightning.pytorch): "
+         "imported once per node, before workers are forked", ""),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage: of two nodes, the one that claims it first goes on alone"),

@@ -102,6 +102,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_positive("--grace-s", grace_s),
         framework=_framework(str(values["framework"])),
+        preload=_preload(str(values["preload"])),
         cwd=os.getcwd(),
         python=os.environ.get("PYTHON_EXEC", ""),
         env=_environment(nproc),
@@ -256,6 +257,16 @@ def _framework(name: str) -> Any:
         raise UsageError(f"--framework {name}: {known.package} is not installed for {sys.executable}",
                          hint=f"pip install {known.requirement}")  # fmt: skip
     return name
+
+
+def _preload(names: str) -> tuple[str, ...]:
+    modules = tuple(name for name in names.replace(" ", "").split(",") if name)
+    for name in modules:
+        package = name.partition(".")[0]
+        if "PYTHON_EXEC" not in os.environ and (not package or importlib.util.find_spec(package) is None):
+            raise UsageError(f"--preload {name}: {package or 'that'} is not installed for {sys.executable}",
+                             hint="name modules as the script imports them, with commas")  # fmt: skip
+    return modules
 
 
 def _target(kind: str, script: str) -> str:

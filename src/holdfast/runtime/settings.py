@@ -58,6 +58,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
 
     framework: FrameworkName = "torch"  # what workers and zygote are made ready for
+    preload: tuple[str, ...] = ()  # further modules that the zygote imports
     cwd: str = ""  # empty: the agent's
     python: str = ""  # interpreter of the workers; empty: the agent's
     env: dict[str, str] = {}  # set in every worker, over the agent's own environment

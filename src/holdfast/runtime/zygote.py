@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.errors import ProtocolError
@@ -207,11 +207,11 @@ def thread_total() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def preload(framework: FrameworkName) -> Preloaded:
-    """Import what workers will need, and pay what the first optimizer imports lazily."""
+def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
+    """Import what workers will need, and pay what the first optimizer imports lazily; ``further`` are the user's."""
     imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
-    for name in (*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS):
+    for name in (*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS, *further):
         began = time.monotonic()
         try:
             importlib.import_module(name)
@@ -248,7 +248,8 @@ def become_worker(spawn: Spawn) -> int:
 def main(run_dir: str) -> int:
     """Run the zygote of ``run_dir``; in a forked child, its worker."""
     run = RunDir(Path(run_dir))
-    spawn = Zygote(run, preload(RunSettings.load(run.path).framework)).serve()
+    settings = RunSettings.load(run.path)
+    spawn = Zygote(run, preload(settings.framework, settings.preload)).serve()
     if spawn is None:
         return 0
     try:
