@@ -75,11 +75,17 @@ class Mesh:
         self._client = client
         self._peers: dict[int, socket.socket] = {}
         self._number = 0
+        self._met = False
 
     @property
     def poisoned(self) -> bool:
         """A collective broke, or :meth:`poison` was called."""
         return bool(self.reason)
+
+    @property
+    def connected(self) -> bool:
+        """:meth:`connect` was called: the ranks have met, at least once."""
+        return self._met
 
     # ------------------------------------------------------------------ membership
 
@@ -92,6 +98,7 @@ class Mesh:
         self._close()
         self.reason = ""
         self._number = 0
+        self._met = True
         if self.world_size == 1:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s

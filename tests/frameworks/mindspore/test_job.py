@@ -72,6 +72,19 @@ def test_mindspores_own_group_is_never_used_after_a_fault(tmp_path: Path) -> Non
         assert "gives wrong sums after a fault" in (run.run / "events.jsonl").read_text()
 
 
+def test_the_dying_save_does_not_wait_for_a_hanging_allreduce(tmp_path: Path) -> None:
+    """PYNATIVE: parameters cannot be read while MindSpore waits for the dead rank (30 s); the copies can."""
+    with Launched(tmp_path, *RUN, JOB, "native", "pynative") as run:
+        run.wait_log("step 9\n")
+        run.kill(0)
+        assert run.wait() == 0, run.output
+        assert len(digests(run)) == 1
+        assert run.events("restored")[-1].data["steps_lost"] == 0
+        (saved,) = [e for e in run.events("sealed") if e.data["save_kind"] == "last-gasp"]
+        left = [e for e in run.events("member_exited") if e.data["code"] == 78]
+        assert len(left) == WORLD - 1 and all(saved.t_mono < e.t_mono for e in left)
+
+
 @pytest.mark.parametrize("how", ["file", "signal", "command"])
 def test_graceful_exit_asked_of_one_rank(tmp_path: Path, undisturbed: set[str], how: str) -> None:
     env = {"JOB_CHECKPOINT": str(tmp_path / "ckpts")}

@@ -66,31 +66,32 @@ class MindSporeAdapter:
         self._before = self._host.grad_reducer
         self._redo = redo
         self._native = parallel_mode() == "data_parallel" and self.world_size > 1
-        self._graph = ms.get_context("mode") == ms.GRAPH_MODE
-        self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not self._graph)
+        self.live = self.world_size > 1 and not self._native
+        graph = ms.get_context("mode") == ms.GRAPH_MODE
+        self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
         self._mesh: Mesh | None = None
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
         self._hooks: Hooks | None = None
-        self._on_fault: Callable[[str], None] | None = None
-        self._on_collective: Callable[[int], None] | None = None
         self._held = -1
         self._passed = False
         self._buffers: NDArray[Any] | None = None
 
     # ------------------------------------------------------------------ hooks
 
+    def _lines(self) -> Mesh:
+        """Our connections, not met before they are used: the session finds its agent first."""
+        if self._mesh is None:
+            self._mesh = Mesh(Client.current(), self.rank, self.world_size)
+        return self._mesh
+
     @property
     def mesh(self) -> Mesh:
-        """Our connections; made at first use, when the session has found its agent."""
-        if self._mesh is None:
+        """Our connections; meets the other ranks at first use. Raises: GroupError."""
+        mesh = self._lines()
+        if not mesh.connected:
             client = Client.current()
-            self._mesh = Mesh(client, self.rank, self.world_size)
-            if self._on_fault is not None:
-                self._mesh.on_fault = self._on_fault
-            if self._on_collective is not None:
-                self._mesh.on_collective = self._on_collective
-            self._mesh.connect(NO_GENERATION if client is None else client.generation)
-        return self._mesh
+            mesh.connect(NO_GENERATION if client is None else client.generation)
+        return mesh
 
     @property
     def poisoned(self) -> bool:
@@ -107,8 +108,8 @@ class MindSporeAdapter:
     ) -> None:
         """Put the gate in front of the optimizer. The graph must not have been compiled before."""
         self._hooks = hooks
-        self._on_fault = self.mesh.on_fault = on_fault
-        self._on_collective = self.mesh.on_collective = on_collective
+        self._lines().on_fault = on_fault
+        self._lines().on_collective = on_collective
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
 
     def detach(self) -> None:
@@ -121,9 +122,9 @@ class MindSporeAdapter:
     def is_fault(self, error: BaseException) -> bool:
         """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
         broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
-        if broken and not self.mesh.poisoned:
-            self.mesh.poison("MindSpore's AllReduce failed")
-            self.mesh.on_fault("MindSpore's AllReduce failed")
+        if broken and not self.poisoned:
+            self._lines().poison("MindSpore's AllReduce failed")
+            self._lines().on_fault("MindSpore's AllReduce failed")
         return broken
 
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
@@ -262,7 +263,7 @@ class MindSporeAdapter:
         """Connect anew. Raises: GroupError."""
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
-        self.mesh.reconfigure(generation)
+        self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
         """No step needs one."""

@@ -47,6 +47,7 @@ class TensorFlowAdapter:
         UsageError: a model that is not built.
     """
 
+    live = False  # a broken strategy cannot be used again
     scaled = False
 
     def __init__(self, model: Any, optimizer: Any, strategy: Any, extras: dict[str, Any], seed: int) -> None:
@@ -62,19 +63,24 @@ class TensorFlowAdapter:
             optimizer.build(model.trainable_variables)
         self.state = TensorFlowState(model, optimizer, extras)
         self._mesh: Mesh | None = None
-        self._on_fault: Callable[[str], None] | None = None
         self._shared: dict[str, NDArray[Any]] = {}
 
     # ------------------------------------------------------------------ hooks
 
+    def _lines(self) -> Mesh:
+        """Our connections, not met before they are used: the session finds its agent first."""
+        if self._mesh is None:
+            self._mesh = Mesh(Client.current(), self.rank, self.world_size)
+        return self._mesh
+
     @property
     def mesh(self) -> Mesh:
-        """The connections of the vote; made at first use, when the session has found its agent."""
-        if self._mesh is None:
+        """Our connections; meets the other ranks at first use. Raises: GroupError."""
+        mesh = self._lines()
+        if not mesh.connected:
             client = Client.current()
-            self._mesh = Mesh(client, self.rank, self.world_size)
-            self._mesh.connect(NO_GENERATION if client is None else client.generation)
-        return self._mesh
+            mesh.connect(NO_GENERATION if client is None else client.generation)
+        return mesh
 
     @property
     def poisoned(self) -> bool:
@@ -90,8 +96,8 @@ class TensorFlowAdapter:
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
     ) -> None:
         """Nothing of TensorFlow's is hooked: the step votes at its end."""
-        self._on_fault = self.mesh.on_fault = on_fault
-        self.mesh.on_collective = on_collective
+        self._lines().on_fault = on_fault
+        self._lines().on_collective = on_collective
 
     def detach(self) -> None:
         """Close the connections."""
@@ -109,11 +115,10 @@ class TensorFlowAdapter:
         )
         if self.world_size == 1 or not isinstance(error, kinds):
             return False
-        if not self.mesh.poisoned:
+        if not self.poisoned:
             reason = " ".join(str(error).split())[:300]
-            self.mesh.poison(reason)
-            if self._on_fault is not None:
-                self._on_fault(reason)
+            self._lines().poison(reason)
+            self._lines().on_fault(reason)
         return True
 
     # ------------------------------------------------------------------ state
