@@ -97,8 +97,9 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
     result = holdfast("run", "-t", "3", "--nproc-per-node", "2", "train.py", "raise")
     assert result.returncode == 1, result.stderr
     assert "NameError" in result.stdout and "[rank 0] rank 0 says" in result.stdout
-    *_, error, log, then = result.stderr.splitlines()
+    *_, error, log, report, then = result.stderr.splitlines()
     assert error.startswith("error: run ") and "NameError" in error
+    assert "NameError" in Path(report.removeprefix("  report: ")).read_text()
     assert Path(log.removeprefix("  log: ")).read_text().count("NameError") == 1
     assert then.startswith("  next: ") and "holdfast logs" in then
     assert left_behind(tmp_path) == []

@@ -53,11 +53,13 @@ def say(text: str, *, colour: str = "", lead: str = "") -> None:
     click.echo((lead if plain else click.style(lead, fg=colour, bold=True)) + text, err=True)
 
 
-def outcome(message: str, log: str, hint: str) -> None:
-    """A failure in its printed form; ``log`` and ``hint`` may be empty."""
+def outcome(message: str, log: str, hint: str, report: str = "") -> None:
+    """A failure in its printed form; ``log``, ``hint`` and ``report`` (of the fault that ended it) may be empty."""
     say(message, colour="red", lead="error: ")
     if log:
         say(f"  {_LOG}{log}")
+    if report:
+        say(f"  report: {report}")
     if hint:
         say(f"  next: {hint}")
 

@@ -11,10 +11,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from holdfast import journal
 from holdfast.cli.console import NAME, Screen
 from holdfast.cli.errors import logs_at, outcome, say
+from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import facts, fault_text, plural, span
 from holdfast.cli.tail import LogTail, last_lines
@@ -161,6 +164,7 @@ class Launcher:
             if fault.recovered_s is None:
                 break
             self._recoveries_shown += 1
+            self._write_reports()
             answer = fault.action.replace("_", " ")
             screen.say(f"{fault.name}: {answer}, training goes on after {fault.recovered_s:.2f} s")
 
@@ -191,9 +195,12 @@ class Launcher:
     def _close(self, view: RunView) -> int:
         """The last lines: outcome, cost, and for a failure where to read and what to do."""
         code = Exit(view.code if view.code is not None else Exit.INTERNAL)
+        written = self._write_reports()
         cost = ", ".join(fact for fact in facts(view) if "worker" not in fact)
         if code is Exit.OK or code is Exit.REQUEUE:
             say(f"{NAME}run {view.run_id}: {MEANING[code]} ({cost}); logs in {view.logs}")
+            if written:
+                say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
             own = self.run_dir.checkpoints
             if code is Exit.REQUEUE and own.is_dir():
                 # The script named no directory, so a new run would look into its own, which is empty.
@@ -206,8 +213,23 @@ class Launcher:
             f"run {view.run_id}: {MEANING[code]}{why} ({cost})",
             self._log(view),
             NEXT[code].format(run=self._name()),
+            str(written[-1]) if written else "",
         )
         return code
+
+    def _write_reports(self) -> list[Path]:
+        """One page per fault into the run directory; returns their paths."""
+        settings, run = self.request.settings, self.run_dir
+        if not self.watch.story.faults:
+            return []
+        events = journal.read(run.journal).events
+        try:
+            return [write(run, each) for each in reports_of(run, settings.run_id, self.watch.log_dir, events)]
+        except OSError as error:
+            say(
+                f"{NAME}the fault reports cannot be written: {error}; holdfast report {self._name()} shows them"
+            )
+            return []
 
     def _log(self, view: RunView) -> str:
         """The log of whoever failed last, or the directory of all logs."""

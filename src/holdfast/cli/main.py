@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drill": ("holdfast.cli.drill:drill", "Train, inject faults, and compare with the undisturbed run bit for bit."),
     "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
     "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
+    "report": ("holdfast.cli.report:report", "What happened: each fault with its evidence, cost and next step."),
+    "stacks": ("holdfast.cli.stacks:stacks", "Where every rank of a run is now."),
     "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
     "ckpt": ("holdfast.cli.ckpt:ckpt", "List and verify checkpoints."),
     "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),

@@ -1,0 +1,326 @@
+"""From the event log to one page per fault: who, where, why, how long, at what cost, and what to do about it.
+
+Deterministic: the same log gives the same report, so a run of last year can be reported again by a newer version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.cli.tail import last_lines
+from holdfast.cli.view import RECOVERY_PHASES, FaultView, Story
+from holdfast.journal import Event
+from holdfast.runtime.rundir import RunDir, log_path, write_private
+
+REPORTS = "faults"
+EVIDENCE_MAX = 9
+LOG_LINES_MAX = 8
+LINE_LENGTH_MAX = 240
+LABEL = 10
+USUAL_S = {
+    "detected": 0.1,
+    "fenced": 0.05,
+    "quiesced": 0.5,
+    "planned": 0.05,
+    "restored": 2.0,
+    "resumed": 2.0,
+}
+"""What each phase of a recovery usually takes at most; a hang is detected within its own bound and half a second."""
+OFTEN = 3  # faults of one rank from which its machine is suspected
+
+
+class PhaseTime(msgspec.Struct, frozen=True):
+    """One phase: seconds from the fault to its end, how long it took, and what is usual."""
+
+    phase: str
+    at_s: float
+    took_s: float
+    usual_s: float
+
+    @property
+    def late(self) -> bool:
+        """It took longer than usual."""
+        return self.took_s > self.usual_s
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. Times in seconds; ``at`` is Unix time; paths are absolute."""
+
+    name: str
+    run_id: str
+    at: float
+    rank: int
+    member_id: int
+    node: str
+    kind: str
+    what: str
+    where: str
+    confidence: str
+    evidence: list[str]
+    stacks: list[str]
+    log: str
+    log_tail: list[str]
+    action: str
+    reason: str
+    decision: str
+    timeline: list[PhaseTime]
+    recovered: bool
+    lost_s: float  # without training, as far as known
+    steps_lost: int
+    in_doubt: int
+    saved: str
+    ended: str  # how the run ended, if it did with this fault
+    next_steps: list[str]
+
+
+class _Case:
+    """The events that belong to one fault."""
+
+    def __init__(self, fault: FaultView, detected: Event) -> None:
+        self.fault = fault
+        self.detected = detected
+        self.hang: dict[str, Any] = {}
+        self.events: list[Event] = []
+        self.open = True
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """Data of the newest event of a kind; empty when there is none."""
+        return next((e.data for e in reversed(self.events) if e.kind == kind), {})
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        """Data of all events of a kind."""
+        return [e.data for e in self.events if e.kind == kind]
+
+
+class Casebook:
+    """Folds a log into reports; ``take`` events in their order."""
+
+    def __init__(self, run: RunDir, run_id: str, log_dir: Path) -> None:
+        self._run = run
+        self._run_id = run_id
+        self._log_dir = log_dir
+        self._story = Story()
+        self._cases: list[_Case] = []
+        self._hang: dict[str, Any] = {}
+        self._bound_s = 0.0
+        self._nodes: dict[int, str] = {}
+        self._exits: dict[int, Event] = {}
+
+    def take(self, event: Event) -> None:
+        """One event."""
+        known = len(self._story.faults)
+        self._story.take(event)
+        if event.kind == "generation_started":
+            self._nodes.update(zip(event.data["members"], event.data.get("nodes", []), strict=False))
+        elif event.kind == "stalled":
+            self._bound_s = float(event.data["bound_s"])
+        elif event.kind == "hang" and event.data["answer"] != "wait":
+            self._hang = {**event.data, "bound_s": self._bound_s}
+        elif event.kind == "member_exited":
+            self._exits[int(event.data["member_id"])] = event
+        for fault in self._story.faults[known:]:
+            case = _Case(fault, event)
+            if fault.kind == "hang":
+                case.hang = self._hang
+            if fault.member_id in self._exits:
+                case.events.append(self._exits[fault.member_id])
+            self._cases.append(case)
+        for case in self._cases:
+            if case.open:
+                case.events.append(event)
+        if event.kind == "recovered":
+            for case in self._cases:
+                case.open &= case.fault.member_id != event.data["member_id"]
+
+    def reports(self) -> list[Report]:
+        """One per fault, in the order of detection."""
+        return [self._report(case) for case in self._cases]
+
+    def _report(self, case: _Case) -> Report:
+        fault = case.fault
+        log = log_path(self._log_dir, fault.attempt, fault.rank)
+        verdict, planned, saved, ended = (
+            case.last(kind) for kind in ("verdict", "planned", "sealed", "run_ended")
+        )
+        timeline = _timeline(fault, case.hang)
+        return Report(
+            name=fault.name,
+            run_id=self._run_id,
+            at=round(fault.at, 3),
+            rank=fault.rank,
+            member_id=fault.member_id,
+            node=self._nodes.get(fault.member_id, ""),
+            kind=fault.kind,
+            what=fault.what,
+            where=f"{fault.phase} of step {fault.step}" if fault.phase else f"step {fault.step}",
+            confidence=str(case.hang.get("confidence", "certain")),
+            evidence=_evidence(case),
+            stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
+            log=str(log),
+            log_tail=last_lines(log)[-LOG_LINES_MAX:] if fault.kind in ("exception", "exit") else [],
+            action=fault.action,
+            reason=fault.reason,
+            decision=_decision(planned, verdict),
+            timeline=timeline,
+            recovered=fault.recovered_s is not None,
+            lost_s=timeline[-1].at_s if timeline else 0.0,
+            steps_lost=int(case.last("recovered").get("steps_lost", 0)),
+            in_doubt=int(planned.get("in_doubt", 0)),
+            saved=str(saved.get("directory", "")),
+            ended=f"{ended['cause']}: {ended['reason']}" if ended else "",
+            next_steps=self._next_steps(case),
+        )
+
+    def _next_steps(self, case: _Case) -> list[str]:
+        fault, place = case.fault, self._run.path
+        logs = f"holdfast logs {place} --rank {fault.rank} --attempt {fault.attempt}"
+        same = [c for c in self._cases if c.fault.rank == fault.rank and c.fault.number <= fault.number]
+        node = self._nodes.get(fault.member_id, "")
+        found = _advice(case, logs)
+        if len(same) >= OFTEN:
+            found.append(
+                f"{len(same)} faults of rank {fault.rank} so far: check its machine {node} and its data"
+            )
+        return found
+
+
+def _advice(case: _Case, logs: str) -> list[str]:
+    fault, hang = case.fault, case.hang
+    signal = str(case.last("member_exited").get("signal") or "")
+    if hang:
+        stack = next((s for s in hang["stacks"] if s.endswith(f"rank-{fault.rank:05d}.txt")), "")
+        found = [f"read where it stood: {stack}"] if stack else []
+        if "stopped" in fault.what:
+            found.append("find out who stopped it (kill -STOP, a debugger, a frozen container)")
+        elif "uninterruptible" in fault.what:
+            found.append("check the storage or device that it waited for: dmesg, df, mount")
+        elif fault.phase == "loading":
+            found.append("check the data loader: its workers, its storage, DataLoader(timeout=...)")
+        elif fault.phase == "ready":
+            found.append('announce long work between steps: with s.section("eval"): ...')
+        return [*found, "was it only slow? --hang-factor and --hang-floor give it more time"]
+    if fault.kind == "signal":
+        hints = {"9": "was it the memory killer? dmesg | grep -i 'killed process'", "11": "look for a core file",
+                 "15": "ask who sent SIGTERM: the scheduler's log", "7": "is /dev/shm full? df /dev/shm"}  # fmt: skip
+        return [hints.get(signal, f"signal {signal}: man 7 signal"), logs]
+    if fault.kind == "collective":
+        return ["no process died: check the network between the ranks", logs]
+    return [logs]
+
+
+def _timeline(fault: FaultView, hang: dict[str, Any]) -> list[PhaseTime]:
+    found, before_s = [], 0.0
+    for phase in RECOVERY_PHASES:
+        if phase not in fault.phases:
+            break
+        at_s = max(before_s, fault.phases[phase])
+        usual_s = USUAL_S[phase]
+        if phase == "detected" and hang:
+            usual_s = float(hang.get("bound_s", 0.0)) + 0.5
+        found.append(PhaseTime(phase, round(at_s, 3), round(at_s - before_s, 3), round(usual_s, 3)))
+        before_s = at_s
+    return found
+
+
+def _evidence(case: _Case) -> list[str]:
+    found = [str(line) for line in case.hang.get("evidence", [])]
+    exited = case.last("member_exited")
+    if exited and not case.hang:
+        how = f"signal {exited['signal']}" if exited.get("signal") else f"code {exited.get('code')}"
+        found.append(
+            f"its process ended with {how}; its status page shows {exited['phase']} of step {exited['step']}"
+        )
+    states: dict[str, list[str]] = {}
+    for settled in case.all("settled"):
+        where = f"{settled['state']} at step {settled['step']}"
+        if (rank := str(settled["rank"])) not in states.setdefault(where, []):
+            states[where].append(rank)
+    found += [
+        f"rank {', '.join(sorted(ranks, key=int))} came to rest: {where}" for where, ranks in states.items()
+    ]
+    found += [str(line) for line in case.last("planned").get("evidence", [])]
+    found += [str(line) for line in case.last("verdict").get("evidence", [])]
+    if len(found) > EVIDENCE_MAX:
+        found = [*found[:EVIDENCE_MAX], f"and {len(found) - EVIDENCE_MAX} lines more: --json, events.jsonl"]
+    return found
+
+
+def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
+    if not planned:
+        return ""
+    turn = {"forward": ", ranks in doubt went on", "back": ", ranks in doubt went back"}
+    return f"the job stands at step {planned['step']}{turn.get(str(planned['decision']), '')}"
+
+
+def text(report: Report) -> str:
+    """One screen."""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
+    node = f", {report.node}" if report.node else ""
+    sure = f" ({report.confidence})" if report.kind == "hang" else ""
+    rows = [
+        (f"fault {report.name}", [f"of run {report.run_id}, {clock}"]),
+        ("who", [f"rank {report.rank} (process life {report.member_id}{node}): {report.kind}{sure}"]),
+        ("what", [report.what]),
+        ("where", [report.where]),
+        ("evidence", report.evidence),
+        ("output", report.log_tail),
+        ("decision", [part for part in (report.decision, _answer(report)) if part]),
+        ("timeline", [_bar(each) for each in report.timeline] or ["it was not answered"]),
+        ("cost", [_cost(report)]),
+        ("ended", [report.ended] if report.ended else []),
+        ("stacks", [str(Path(report.stacks[0]).parent)] if report.stacks else []),
+        ("log", [report.log]),
+        ("next", report.next_steps),
+    ]
+    lines = []
+    for label, values in rows:
+        pieces = [line.strip() for value in values for line in value.splitlines()]
+        for index, piece in enumerate(pieces):
+            lines.append(f"{label if index == 0 else '':{LABEL}}  {piece[:LINE_LENGTH_MAX]}")
+    return "\n".join(lines) + "\n"
+
+
+def _answer(report: Report) -> str:
+    return f"{report.action.replace('_', ' ')}: {report.reason}" if report.action else ""
+
+
+def _bar(each: PhaseTime) -> str:
+    mark = "  late" if each.late else ""
+    return (
+        f"{each.phase:9} {each.at_s:8.3f} s   took {each.took_s:7.3f} s   usual {each.usual_s:6.2f} s{mark}"
+    )
+
+
+def _cost(report: Report) -> str:
+    steps = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+    end = "" if report.recovered else " until the run ended" if report.ended else " and not over"
+    saved = f", saved as {report.saved}" if report.saved else ""
+    return f"{steps}, {report.lost_s:.2f} s without training{end}{saved}"
+
+
+def write(run: RunDir, report: Report) -> Path:
+    """Write ``faults/F003.txt`` and ``.json`` into the run directory; returns the path of the text.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    directory = run.path / REPORTS
+    directory.mkdir(mode=0o700, exist_ok=True)
+    document = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    write_private(directory / f"{report.name}.json", document)
+    path = directory / f"{report.name}.txt"
+    write_private(path, text(report).encode())
+    return path
+
+
+def reports_of(run: RunDir, run_id: str, log_dir: Path, events: Sequence[Event]) -> list[Report]:
+    """All reports of a log."""
+    book = Casebook(run, run_id, log_dir)
+    for event in events:
+        book.take(event)
+    return book.reports()

@@ -1,0 +1,43 @@
+"""``holdfast report``: what happened to a run, one screen per fault."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from holdfast import journal
+from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.postmortem import Report, reports_of, text
+from holdfast.cli.view import Watch
+from holdfast.errors import UsageError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@run_argument
+@click.option("--fault", metavar="F003", help="Only this fault (F003, or 3).")
+@click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
+def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> int:
+    """The faults of RUN (an id, a path, or the newest), one screen each: who, where, why, the cost, what to do next.
+
+    Made from the event log alone, so runs that are over, or broke down, have reports too.
+    """
+    directory, settings = find_run(run, run_dir)
+    events = journal.read(directory.journal).events
+    found = reports_of(directory, settings.run_id, Watch(directory, settings).log_dir, events)
+    chosen = found if fault is None else [_named(found, fault, settings.run_id)]
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(chosen), indent=2))
+    elif not chosen:
+        click.echo(f"run {settings.run_id} had no fault")
+    else:
+        click.echo("\n".join(text(each) for each in chosen), nl=False)
+    return 0
+
+
+def _named(found: list[Report], fault: str, run_id: str) -> Report:
+    number = fault.upper().removeprefix("F").lstrip("0") or "0"
+    for each in found:
+        if each.name.removeprefix("F").lstrip("0") == number:
+            return each
+    known = f"there are {found[0].name} to {found[-1].name}" if found else "it had none"
+    raise UsageError(f"run {run_id} has no fault {fault}: {known}", hint=f"holdfast report {run_id}")

@@ -1,0 +1,85 @@
+"""``holdfast stacks``: where every rank of a run is now."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, closing
+
+import click
+import msgspec
+
+from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.view import alive
+from holdfast.core.page import Word
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.runtime.evidence import find, where
+from holdfast.runtime.page import Page
+from holdfast.runtime.procs import recorded_members
+from holdfast.runtime.rundir import RunDir
+
+
+class RankStacks(msgspec.Struct, frozen=True):
+    """One rank: its place, its process (letter of its state, share of a core, kernel wait), all its stacks."""
+
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    process: str
+    cpu: float
+    wchan: str
+    where: str
+    stacks: str
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@run_argument
+@click.option("--rank", type=int, help="Only this rank.")
+@click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
+def stacks(run: str | None, run_dir: str, rank: int | None, as_json: bool) -> int:
+    """Where every rank of RUN (an id, a path, or the newest) is now: the Python stacks of all its threads.
+
+    Works while a rank sits in C code, also when that holds the GIL; a stopped process cannot answer. Nothing is
+    interrupted. Shows the ranks of this machine.
+    """
+    directory, settings = find_run(run, run_dir)
+    found = [each for each in look(directory) if rank is None or each.rank == rank]
+    if not found:
+        what = "no living worker here" if rank is None else f"no living worker here with rank {rank}"
+        raise UsageError(f"run {settings.run_id} has {what}", hint=f"holdfast status {settings.run_id}")
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return 0
+    for each in found:
+        kernel = f", kernel {each.wchan}" if each.wchan not in ("", "0") else ""
+        click.secho(f"rank {each.rank}, pid {each.pid}: {each.phase} of step {each.step}, "
+                    f"process {each.process or '?'}, cpu {each.cpu:.0%}{kernel}", bold=True)  # fmt: skip
+        click.echo(each.stacks or "  it does not answer\n")
+    return 0
+
+
+def look(directory: RunDir) -> list[RankStacks]:
+    """All living workers of a run on this machine, by rank."""
+    if not directory.pages_link.is_dir():
+        return []
+    with ExitStack() as stack:
+        workers = []
+        for member_id, pid in recorded_members(directory):
+            if pid and alive(pid):
+                try:
+                    page = stack.enter_context(closing(Page.open(directory.page_path(member_id))))
+                except (OSError, ProtocolError):
+                    continue  # gone meanwhile
+                workers.append((member_id, pid, page))
+        found = asyncio.run(find(directory, workers))
+        ranks = []
+        for member_id, pid, page in workers:
+            step, phase = page.state()
+            seen = found[member_id]
+            ranks.append(
+                RankStacks(
+                    page[Word.RANK], pid, phase.name.lower(), step, seen.process, round(seen.cpu, 3),
+                    seen.wchan, where(seen.stacks), seen.stacks,
+                )
+            )  # fmt: skip
+    return sorted(ranks, key=lambda each: each.rank)

@@ -1,0 +1,139 @@
+"""Fault reports and stacks: one screen that can be checked against the log, for every kind of fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.postmortem import Report, reports_of, text, write
+from holdfast.journal import Value, read
+from tests.cli.command import Run
+from tests.cli.test_run import script, start
+from tests.cli.test_status import TIMES, Made
+
+__all__ = ["script"]  # the training script of test_run
+
+SCREEN_LINES = 45
+HANG: dict[str, Value] = {
+    "answer": "kill",
+    "ranks": [1],
+    "confidence": "certain",
+    "reason": "it is in forward of step 20, the other got to backward of step 20",
+    "evidence": ["rank 0: backward of step 20", "rank 1: forward of step 20, at spin (train.py:3)"],
+    "stacks": ["evidence/H001/rank-00000.txt", "evidence/H001/rank-00001.txt"],
+}
+
+
+def faulty(
+    base: Path, kind: str, what: str, *, signal: int | None = 9, recovered: bool = True
+) -> list[Report]:
+    """A run with one fault, and its reports."""
+    made = Made(base, "it")
+    made.start(0, 1)
+    if kind == "hang":
+        made.journal.append("stalled", {"idle_s": 1.6, "bound_s": 1.5, "step_s": 0.1})
+        made.journal.append("hang", HANG)
+    member: dict[str, Value] = {"rank": 1, "member_id": 2}
+    made.journal.append(
+        "member_exited",
+        {**member, "code": None, "signal": signal, "state": "compute", "step": 20, "phase": "forward"},
+    )
+    made.journal.append(
+        "detected", {**member, "kind": kind, "what": what, "step": 20, "phase": "forward", "detected_s": 0.01}
+    )
+    made.journal.append("settled", {"rank": 0, "state": "aborted", "step": 20, "generation": "1.2"})
+    made.journal.append(
+        "planned", {"step": 20, "in_doubt": 1, "decision": "back", "evidence": ["dead rank 1 is COMPUTE(20)"]}
+    )
+    made.journal.append("verdict", {"action": "restart_last_gasp", "reason": "every box", "evidence": []})
+    if recovered:
+        made.journal.append("sealed", {"step": 20, "directory": "step-00000020.it"})
+        made.journal.append("recovered", {**member, **TIMES, "kind": kind, "step": 20, "steps_lost": 0})
+    else:
+        made.journal.append("run_ended", {"code": 1, "cause": "FAILED", "reason": "over", "step": 20})
+    return reports_of(made.directory, "it", made.directory.path, read(made.directory.journal).events)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "words"),
+    [
+        (
+            "hang",
+            "hangs: it is in forward",
+            ("hang (certain)", "at spin (train.py:3)", "H001", "--hang-factor"),
+        ),
+        ("hang", "hangs: its process is stopped", ("kill -STOP",)),
+        ("signal", "was killed by signal 9", ("signal 9", "dmesg", "holdfast logs")),
+        ("collective", "a collective broke", ("network",)),
+        ("exception", "ValueError: no", ("holdfast logs",)),
+    ],
+)
+def test_one_screen_says_who_why_and_what_next(
+    tmp_path: Path, kind: str, what: str, words: tuple[str, ...]
+) -> None:
+    (report,) = faulty(tmp_path, kind, what)
+    shown = text(report)
+    for word in (*words, what, "rank 1", "forward of step 20", "dead rank 1 is COMPUTE(20)", "0 steps lost"):
+        assert word in shown
+    assert len(shown.splitlines()) <= SCREEN_LINES
+    assert report.recovered and report.lost_s == TIMES["resumed_s"] and report.in_doubt == 1
+    assert "ranks in doubt went back" in shown and "step-00000020.it" in shown
+    assert [t.phase for t in report.timeline][-1] == "resumed" and sum(
+        t.took_s for t in report.timeline
+    ) == 2.25
+
+
+def test_what_takes_longer_than_usual_is_marked(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "signal", "was killed by signal 9")
+    assert {t.phase for t in report.timeline if t.late} == set()
+    slow = [t for t in text(report).splitlines() if "late" in t]
+    assert slow == []
+    (hang,) = faulty(tmp_path / "b", "hang", "hangs: x")
+    assert next(t.usual_s for t in hang.timeline if t.phase == "detected") == 2.0, (
+        "its bound and half a second"
+    )
+
+
+def test_a_run_that_ended_with_the_fault(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "exception", "ValueError: no", signal=None, recovered=False)
+    assert not report.recovered and report.ended == "FAILED: over"
+    assert "until the run ended" in text(report)
+
+
+def test_reports_are_private_files(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "hang", "hangs: x")
+    run = Made(tmp_path, "other").directory
+    path = write(run, report)
+    assert path.read_text() == text(report) and path.stat().st_mode & 0o777 == 0o600
+    assert json.loads(path.with_suffix(".json").read_text())["rank"] == 1
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_command(tmp_path: Path, holdfast: Run) -> None:
+    (report,) = faulty(tmp_path, "hang", "hangs: x")
+    assert holdfast("report", "it").stdout == text(report)
+    assert holdfast("report", "--fault", "1").stdout == text(report)
+    assert json.loads(holdfast("report", "--json").stdout)[0]["stacks"] == report.stacks
+    wrong = holdfast("report", "--fault", "7")
+    assert wrong.returncode == 2 and "no fault 7: there are F001 to F001" in wrong.stderr
+    calm = Made(tmp_path, "calm")
+    calm.start(0, 1)
+    assert holdfast("report", "calm").stdout == "run calm had no fault\n"
+    Made(tmp_path, "never-started")
+    gone = holdfast("stacks", "never-started")
+    assert gone.returncode == 2 and "no living worker" in gone.stderr
+
+
+@pytest.mark.processes
+def test_stacks_of_a_living_run(tmp_path: Path, holdfast: Run) -> None:
+    process = start(tmp_path)
+    try:
+        found = json.loads(holdfast("stacks", "mine", "--json").stdout)
+        assert [each["rank"] for each in found] == [0, 1]
+        assert all("train.py" in each["stacks"] and each["process"] for each in found)
+        assert "rank 1, pid" in holdfast("stacks", "mine", "--rank", "1").stdout
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
