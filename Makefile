@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix soak soak-hang bench clean
+.PHONY: help venv drill test check frameworks matrix soak soak-hang chaos partitions bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -46,6 +46,11 @@ soak: venv  ## 50 kills at random moments and some around the vote, compared bit
 
 soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
 	$(VENV)/bin/python bench/soak_hang.py
+chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launcher, compared bit for bit (half an hour)
+	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
+
+partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
+	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
 
 bench: venv  ## what it costs and how fast it recovers, beside torchrun (15 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py

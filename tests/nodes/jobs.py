@@ -61,6 +61,7 @@ class Hosts:
         self.nnodes = nnodes
         self.nproc = nproc
         self.flags = flags
+        base.mkdir(exist_ok=True)
         self.script = base / "train.py"
         self.script.write_text(script)
         self.args = args

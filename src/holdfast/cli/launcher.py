@@ -30,7 +30,8 @@ from holdfast.runtime.rundir import RunDir, log_path
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
-SUCCESSORS_MAX = 16
+SUCCESSORS_MAX = 16  # in a row
+LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
@@ -70,6 +71,7 @@ class Launcher:
         self.watch = Watch(run_dir, request.settings)
         self.tail = LogTail(self.watch.log_dir, request.shown_ranks)
         self.successors = 0
+        self._agent_since_s = time.monotonic()
         self._asked: list[signal.Signals] = []
         self._answered = 0
         self._faults_shown = 0
@@ -175,7 +177,9 @@ class Launcher:
             screen.rank(fault.rank, line, always_marked=True)
 
     def _succeed(self, screen: Screen, agent: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        self.successors += 1
+        long = time.monotonic() - self._agent_since_s > LONG_LIFE_S
+        self.successors = 1 if long else self.successors + 1
+        self._agent_since_s = time.monotonic()
         if self.successors > SUCCESSORS_MAX:
             raise InternalError(
                 f"{self.successors} agents died one after the other, the last with {agent.returncode}",

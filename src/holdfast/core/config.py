@@ -14,7 +14,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     voters: tuple[
         str, ...
     ] = ()  # agents that elect the controller; a node is lost only while a majority is heard
-    alone: bool = False  # no majority can be reached: seal what is committed, and end
+    alone: int = (
+        0  # no majority can be reached: seal what is committed, and end; the place of this agent, from 1
+    )
     term: int = 1  # counts controllers of this run; more than 1: a successor, re-derives what is going on
     library: bool = False  # the workers were started by someone else: never start any
 

@@ -162,6 +162,7 @@ class Fleet:
             step=member.step,
             detail=NO_PAGE,
         )
+        member.kill_reason = member.kill_reason or what
         self.job.record("member_lost", member_id=int(member.member_id), rank=member.rank, what=what)
         self.member_exited(now, exited)
 

@@ -54,6 +54,11 @@ class Job:
         self.slots: dict[NodeId, int] = {}
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
+        if (
+            config.alone
+        ):  # the majority issues generations too: what is saved here must not carry one of theirs
+            apart = config.alone * MEMBERS_PER_TERM
+            self.generation = Generation(past.generation.term, past.generation.n + apart)
         # A line of the log may have been lost with its node: a later term never repeats an id.
         taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
         self.last_member = max(past.last_member, taken)

@@ -7,6 +7,7 @@ final checkpoint counts: every tensor in it, read back whole, so that the way it
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -18,7 +19,11 @@ from holdfast.store.root import Root
 COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers", "scheduler", "loss")
 
 
-def digest_of_results(directory: Path, world_size: int) -> str:
+STATE = COMPARED[:-1]
+"""Without the last loss: a run that found the training done has none."""
+
+
+def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] = COMPARED) -> str:
     """Combined digest of the files that the ranks of the drill's script wrote; empty when one is missing."""
     total = xxhash.xxh3_128()
     for rank in range(world_size):
@@ -26,7 +31,7 @@ def digest_of_results(directory: Path, world_size: int) -> str:
         if not path.exists():
             return ""
         fields = json.loads(path.read_text())
-        total.update(json.dumps([fields[key] for key in COMPARED]).encode())
+        total.update(json.dumps([fields[key] for key in compared]).encode())
     return total.hexdigest()
 
 

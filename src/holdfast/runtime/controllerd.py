@@ -71,7 +71,7 @@ def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
         return error.message
 
 
-def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: bool) -> Config:
+def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
     """The controller's settings for this run. Several nodes are watched more closely than one."""
     config = Config(
         run_id=settings.job_id,
@@ -140,7 +140,9 @@ class ControllerDaemon:
         log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
         kept = load_kept(self._run)
         voters = kept.electorate.voters if kept.electorate is not None else ()
-        config = config_of(self._settings, self._term, voters, self._alone)
+        me = self._settings.node
+        place = (1 + (voters.index(NodeId(me)) if me in voters else len(voters))) if self._alone else 0
+        config = config_of(self._settings, self._term, voters, place)
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,

@@ -1,0 +1,244 @@
+"""Random kills of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
+
+``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000]``
+
+Victims are any worker, the agent, the controller, the zygote and the launcher; half of the pairs hit the recovery from
+the first one. A dead launcher ends the run with a sealed checkpoint (nobody watches it any more): the same command is
+typed again, as a scheduler or a person would. A fault counts as recovered when every rank lives and the job has
+committed a step beyond the one of the kill. The exit code is 0 only when every run ended with the bits of the
+undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast import journal
+from holdfast.drill.digest import STATE, digest_of_results
+from holdfast.drill.proof import Exercise, require_torch
+from holdfast.drill.runner import end
+from holdfast.drill.watch import Run, alive
+from holdfast.exits import Exit
+from holdfast.runtime.rundir import RunDir
+from holdfast.session.session import ROOT_VARIABLE
+
+SAVE_EVERY = 50
+POLL_S = 0.01
+RECOVERED_S_MAX = 60.0
+QUIET_S = 1.0  # between faults, up to
+PAIR_S = 0.6  # from the first to the second of a pair, up to
+KINDS = ("worker", "worker", "worker", "agent", "controller", "zygote", "launcher")
+PAIRED = 0.35
+
+
+@dataclass
+class Tally:
+    """What happened. ``times_s``: from the kill to a later committed step of all ranks, by victims."""
+
+    times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    faults: int = 0
+    runs: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[str]:
+        """The table of recovery times."""
+        lines = ["| killed | times | median s | p90 s | max s |", "|---|---|---|---|---|"]
+        for victims, times_s in sorted(self.times_s.items()):
+            ordered = sorted(times_s)
+            p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+            figures = f"{statistics.median(ordered):.2f} | {p90:.2f} | {ordered[-1]:.2f}"
+            lines.append(f"| {victims} | {len(ordered)} | {figures} |")
+        return lines
+
+
+class Chaos:
+    """One training, started again whenever its launcher was killed.
+
+    Args:
+        base: directory of its runs, results and checkpoints.
+        exercise: what to train.
+        draw: where chance comes from.
+        tally: what is counted.
+    """
+
+    def __init__(self, base: Path, exercise: Exercise, draw: random.Random, tally: Tally) -> None:
+        self.base = base
+        self.results = base / "results"
+        self._exercise = exercise
+        self._draw = draw
+        self._tally = tally
+        self._starts = 0
+        self._start()
+
+    def work(self, faults: int) -> None:
+        """Inject up to ``faults`` and let the training end."""
+        try:
+            while faults > 0 and self._settle():
+                time.sleep(self._draw.uniform(0.0, QUIET_S))
+                victims = self._draw.sample(KINDS, 2 if self._draw.random() < PAIRED else 1)
+                if not self._hit(victims[:faults]):
+                    break
+                faults -= len(victims)
+            self._finish()
+        finally:
+            end(self._launcher, self._run.directory)
+
+    def undisturbed(self) -> None:
+        """Only let it end."""
+        self._finish()
+
+    def _start(self) -> None:
+        self._starts += 1
+        directory = self.base / f"run-{self._starts:03d}"
+        flags = {
+            "run-dir": self.base, "run-id": directory.name, "nproc-per-node": self._exercise.nproc,
+            "max-restarts": 10_000, "grace-s": 20,
+        }  # fmt: skip
+        words = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+        command = [*self._exercise.command, "--result", str(self.results)]
+        with (self.base / "launcher.log").open("ab") as log:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.cli.main", "run", *words, *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, ROOT_VARIABLE: str(self.base / "checkpoints")},
+            )  # fmt: skip
+        self._run = Run(directory)
+
+    def _settle(self, beyond: int = -1) -> bool:
+        """Wait until all ranks live and a step after ``beyond`` is committed; False when the training has ended."""
+        deadline_s = time.monotonic() + RECOVERED_S_MAX
+        while time.monotonic() < deadline_s:
+            if self._launcher.poll() is not None:
+                if self._launcher.returncode == Exit.OK:
+                    return False
+                self._again()
+            self._run.poll()
+            if self._run.ended and self._launcher.poll() is None:
+                self._launcher.wait(RECOVERED_S_MAX)
+                continue
+            whole = len(self._run.workers()) == self._exercise.nproc and bool(self._run.all_of("resumed"))
+            if whole and self._run.committed_step() > max(beyond, 0):
+                return True
+            time.sleep(POLL_S)
+        self._tally.failures.append(
+            f"no step after {beyond} within {RECOVERED_S_MAX:g} s in {self._run.directory}"
+        )
+        return False
+
+    def _again(self) -> None:
+        """The launcher was killed: when nothing of its run is left, the same command once more."""
+        place = self._run.directory
+        if self._launcher.returncode not in (-signal.SIGKILL, Exit.REQUEUE, Exit.UNSAVED):
+            raise RuntimeError(f"the run in {place} ended with {self._launcher.returncode}")
+        until_s = time.monotonic() + RECOVERED_S_MAX
+        while not journal_has(place, "agent_ended"):
+            endpoint = RunDir(place).read_endpoint("agent")
+            if endpoint is not None and not alive(endpoint.pid):
+                break  # its agent died too: the workers agree on an exit by themselves
+            if time.monotonic() > until_s:
+                break
+            time.sleep(POLL_S)
+        while self._run.workers() and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        end(self._launcher, place)
+        self._start()
+
+    def _hit(self, victims: Sequence[str]) -> bool:
+        """Kill them, and wait until the job is whole again; False when the training has ended."""
+        step = self._run.committed_step()
+        struck: list[str] = []
+        since_s = time.monotonic()
+        for number, kind in enumerate(victims):
+            if number:
+                time.sleep(self._draw.uniform(0.0, PAIR_S) * self._draw.randrange(2))
+                step = max(step, self._run.committed_step())
+            pid = self._pid_of(kind)
+            if pid and alive(pid):
+                os.kill(pid, signal.SIGKILL)
+                struck.append(kind)
+                self._tally.faults += 1
+        if not struck:
+            return True
+        whole = self._settle(step)
+        if whole:
+            self._tally.times_s[" + ".join(sorted(struck))].append(time.monotonic() - since_s)
+        return whole
+
+    def _pid_of(self, kind: str) -> int:
+        if kind == "launcher":
+            return self._launcher.pid
+        if kind == "worker":
+            workers = self._run.workers()
+            return workers[self._draw.choice(sorted(workers))].pid if workers else 0
+        endpoint = RunDir(self._run.directory).read_endpoint(kind)
+        return endpoint.pid if endpoint is not None else 0
+
+    def _finish(self) -> None:
+        while self._launcher.wait() != Exit.OK:
+            self._again()
+
+
+def journal_has(directory: Path, kind: str) -> bool:
+    """True when the event log of a run has an event of this kind."""
+    return any(event.kind == kind for event in journal.read(directory / "events.jsonl").events)
+
+
+def chaos(base: Path, faults: int, steps: int, seed: int, nproc: int = 4) -> Tally:
+    """Trainings of ``steps`` steps, until ``faults`` kills were made."""
+    exercise = Exercise.builtin(nproc=nproc, size="tiny", layout="ddp", steps=steps, save_every=SAVE_EVERY)
+    tally = Tally()
+    base.mkdir(parents=True)
+
+    def training(name: str, number: int) -> Chaos:
+        place = base / name
+        place.mkdir()
+        return Chaos(place, exercise, random.Random(seed * 1000 + number), tally)
+
+    calm = training("undisturbed", 0)
+    calm.undisturbed()
+    wanted = digest_of_results(calm.results, nproc, STATE)
+    while tally.faults < faults and not tally.failures:
+        tally.runs += 1
+        before = tally.faults
+        one = training(f"chaos-{tally.runs:03d}", tally.runs)
+        one.work(faults - tally.faults)
+        same = digest_of_results(one.results, nproc, STATE) == wanted != ""
+        if not same:
+            tally.failures.append(f"other bits in {one.base}")
+        done = tally.faults - before
+        print(f"run {tally.runs}: {done} kills, bits {'identical' if same else 'DIFFERENT'}", flush=True)
+    return tally
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="kill everything, many times")
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"))
+    given = parser.parse_args(argv)
+    require_torch()
+    base, started_s = given.run_dir.absolute() / time.strftime("chaos-%Y%m%d-%H%M%S"), time.monotonic()
+    tally = chaos(base, given.faults, given.steps, given.seed)
+    print("\n".join(tally.rows()))
+    for failure in tally.failures:
+        print(f"FAILED: {failure}")
+    took_s = time.monotonic() - started_s
+    print(f"{tally.faults} kills in {tally.runs} trainings, {took_s:.0f} s, logs in {base}")
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

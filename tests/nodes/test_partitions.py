@@ -1,0 +1,125 @@
+"""Cables that are cut, cut one way, or lose packets; two hosts with and without a witness. ``make partitions``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import Exit
+from holdfast.store.root import Root
+from tests.nodes.cables import Network, why_not
+from tests.nodes.jobs import TRAIN, Hosts
+from tests.nodes.test_nodes import alone
+
+WANTED = "HOLDFAST_PARTITIONS" in os.environ
+WHY_NOT = why_not() if WANTED else "these take minutes: make partitions"
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.torch,
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
+STEPS = 120
+LOSSY_S = 20.0
+
+
+@pytest.fixture
+def net(request: pytest.FixtureRequest) -> Iterator[Network]:
+    """Three hosts, or as many as the test asks for."""
+    with Network(getattr(request, "param", 3)) as network:
+        yield network
+
+
+def train(net: Network, base: Path, nnodes: str, *flags: str, pause_s: float = 0.05) -> Hosts:
+    return Hosts(
+        net, base, nnodes, TRAIN, (str(STEPS), str(pause_s), str(base / "out")), flags=flags, torch=True
+    )
+
+
+def digests(base: Path) -> set[str]:
+    return {path.read_text() for path in base.glob("out-*")}
+
+
+def steps_sealed(base: Path) -> list[int]:
+    """Steps of the sealed checkpoints, newest first."""
+    return [found.step for found in Root(base / "checkpoints").list() if found.valid]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("to_it", "from_it"), [(True, True), (True, False), (False, True)])
+def test_a_host_is_cut_off(net: Network, tmp_path: Path, victim: int, to_it: bool, from_it: bool) -> None:
+    """Whoever is cut off, wherever the controller is and whichever way: the others go on, it never commits a step."""
+    with train(net, tmp_path, "2:3") as hosts:
+        hosts.start()
+        hosts.wait_event(1, "resumed")
+        time.sleep(0.5)
+        net.cut(victim, to_it=to_it, from_it=from_it)
+        others = [i for i in range(3) if i != victim]
+        assert [hosts.wait(i) for i in others] == [0, 0], hosts.output(others[0])
+        assert hosts.wait(victim) in (Exit.REQUEUE, Exit.UNSAVED), hosts.output(victim)
+        assert "no majority" in hosts.output(victim)
+        decided = [int(e.data["step"]) for e in hosts.events(victim, "planned")]
+        moved_on = [int(e.data["step"]) for e in hosts.events(others[0], "planned")]
+        assert len(decided) == 1 and abs(decided[0] - moved_on[0]) <= 1
+        assert not hosts.events(victim, "generation_started")[1:], "the minority started nothing"
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
+def test_thirty_percent_of_the_packets_are_lost(net: Network, tmp_path: Path) -> None:
+    with train(net, tmp_path, "2:3") as hosts:
+        hosts.start()
+        hosts.wait_event(1, "resumed")
+        net.lose(0.3)
+        time.sleep(LOSSY_S)  # every collective waits for packets that are sent again: the job crawls
+        net.lose(0.0)
+        assert [hosts.wait(i, 110) for i in range(3)] == [0, 0, 0], hosts.output(0)
+        fences = [e.data["reason"] for e in hosts.events(0, "fenced")]
+        print("fences under loss:", fences, "carried", net.carried, "dropped", net.dropped)
+        assert len(fences) <= 1 and all(fences)
+        assert net.dropped > 100
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
+@pytest.mark.parametrize("net", [2], indirect=True)
+def test_of_two_hosts_without_a_witness_the_one_that_is_left_seals_and_leaves(
+    net: Network, tmp_path: Path
+) -> None:
+    with train(net, tmp_path, "2") as hosts:
+        hosts.start()
+        hosts.wait_event(1, "resumed")
+        time.sleep(0.5)
+        hosts.kill(0)
+        assert hosts.wait(1) == Exit.REQUEUE, hosts.output(1)
+        sealed = steps_sealed(tmp_path)
+        assert sealed and 0 < sealed[0] < STEPS
+    # The same commands again go on where it was sealed.
+    with train(net, tmp_path / "again", "2") as hosts:
+        hosts.env["HOLDFAST_CHECKPOINT"] = str(tmp_path / "checkpoints")
+        hosts.args = (*hosts.args[:2], str(tmp_path / "out"))
+        hosts.start()
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0)
+        assert hosts.events(0, "session_opened")[0].data["step"] == sealed[0]
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
+@pytest.mark.parametrize("net", [3], indirect=True)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_hosts_with_a_witness_one_survives_and_takes_a_new_one(
+    net: Network, tmp_path: Path, victim: int
+) -> None:
+    with train(net, tmp_path, "2", "--witness", str(tmp_path / "witness"), pause_s=0.08) as hosts:
+        hosts.start(0, 1)
+        hosts.wait_event(1, "resumed")
+        time.sleep(0.5)
+        net.cut(victim)
+        assert hosts.wait(victim) in (Exit.REQUEUE, Exit.UNSAVED), hosts.output(victim)
+        left = 1 - victim
+        hosts.wait_event(left, "witness_said")
+        net.mend(victim)
+        hosts.start(victim)  # the same command on a repaired host, in a new run directory
+        assert hosts.wait(left) == 0, hosts.output(left)
+        assert hosts.wait(victim) == 0, hosts.output(victim)
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
