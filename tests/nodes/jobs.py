@@ -77,6 +77,7 @@ class Hosts:
             )
             self.env["PYTHONPATH"] = f"{stub.parent}:{self.env.get('PYTHONPATH', '')}"
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
+        self.homes = {index: f"host{index}" for index in range(len(net.names))}
 
     def __enter__(self) -> Hosts:
         return self
@@ -94,10 +95,12 @@ class Hosts:
     def start(self, *indices: int) -> None:
         """Type the command on these hosts (all of them without a word)."""
         for index in indices or range(len(self.net.names)):
+            if index in self.commands:
+                self.homes[index] = f"host{index}-again"
             words = [
                 *self.net.on(index), HOLDFAST, "run", "--nnodes", self.nnodes, "--node-rank", str(index),
                 "--master-addr", self.net.address(0), "--token-file", str(self.token),
-                "--nproc-per-node", str(self.nproc), "--run-dir", str(self.base / f"host{index}"),
+                "--nproc-per-node", str(self.nproc), "--run-dir", str(self.base / self.homes[index]),
                 "--run-id", "job", "--grace-s", "20", *self.flags, str(self.script), *self.args,
             ]  # fmt: skip
             with open(self.base / f"host{index}.out", "ab") as out:
@@ -105,7 +108,7 @@ class Hosts:
 
     def run(self, index: int) -> RunDir:
         """The run directory of a host."""
-        return RunDir(self.base / f"host{index}" / f"job-node{index}")
+        return RunDir(self.base / self.homes[index] / f"job-node{index}")
 
     def events(self, index: int, kind: str = "") -> list[Event]:
         """The event log of a host."""

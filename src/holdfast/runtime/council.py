@@ -275,8 +275,9 @@ class Council:
         self._driver.post(ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port))
 
     async def _claim(self, claim: Claim) -> None:
+        assert self.peers is not None, "one node claims nothing"
         root = Path(self._settings.witness)
-        voters = await asyncio.to_thread(claim_once, root, self._settings.job_id, claim)
+        voters = await asyncio.to_thread(claim_once, root, self.peers.job, claim)
         self._journal.append("witness_said", {"number": claim.number, "voters": [str(v) for v in voters]})
         self._driver.post(WitnessSaid(number=claim.number, voters=voters))
 
