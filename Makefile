@@ -46,6 +46,7 @@ soak: venv  ## 50 kills at random moments and some around the vote, compared bit
 
 soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
 	$(VENV)/bin/python bench/soak_hang.py
+
 chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launcher, compared bit for bit (half an hour)
 	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
 

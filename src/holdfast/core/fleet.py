@@ -292,7 +292,7 @@ class Fleet:
             self._beat(now)
         elif kind == "startup":
             self._startup(now)
-        elif kind == "gather":
+        elif kind == "assemble":
             self._launch(now)
         elif kind == "rejoin":
             self._rejoin(now)
