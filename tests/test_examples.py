@@ -44,7 +44,7 @@ def is_prose(line: str) -> bool:
 @pytest.mark.parametrize("name", ["hf", "lightning", "megatron", "replay"])
 def test_integration_is_short(name: str) -> None:
     path = ROOT / "src" / "holdfast" / "integrations" / f"{name}.py"
-    assert len(path.read_text().splitlines()) <= INTEGRATION_LINES_MAX
+    assert len(path.read_text().splitlines()) < INTEGRATION_LINES_MAX
 
 
 def start(where: Path, *arguments: str) -> str:

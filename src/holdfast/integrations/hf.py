@@ -1,9 +1,8 @@
 """Hugging Face's ``Trainer``: ``protect(trainer)`` before ``trainer.train()``.
 
-Theory. The session opens when model and optimizer are ready (``on_train_begin``). A step lies between the fetch of its
-micro-batches and ``on_step_end``; its calls are remembered and run again when it is aborted (``replay.py``). Batches
-come from Holdfast's feed over the Trainer's own dataset and sampler: order and augmentation are functions of (seed,
-epoch, batch). The Trainer's progress travels in the checkpoint; a resume skips what was used unread.
+Theory. A step lies between the fetch of its micro-batches and ``on_step_end``; its calls are remembered and run again
+when it is aborted (``replay.py``). Batches come from Holdfast's feed over the Trainer's own dataset and sampler: order
+and augmentation are functions of (seed, epoch, batch), and a resume does not read what was used.
 """
 
 from __future__ import annotations
@@ -11,44 +10,42 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import transformers
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from holdfast.adapters.torch.data import Feed, MapSource
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.integrations.replay import Replay
+from holdfast.integrations.replay import Replay, closing
 
-WRAPPED = "_inner_training_loop _run_epoch _finalize_training get_batch_samples training_step _clip_grad_norm".split()
+LOOPS = "_inner_training_loop _run_epoch _maybe_log_save_evaluate _finalize_training"
+WRAPPED = [*LOOPS.split(), "get_batch_samples", "training_step"]
 # Of TrainerState what is the training's, not this run's or this process's.
 PROGRESS = "epoch global_step num_input_tokens_seen total_flos log_history".split()
 PROGRESS += "best_metric best_global_step best_model_checkpoint".split()
 
 
-def protect(trainer: Trainer, **session: Any) -> Trainer:
+def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Trainer:
     """Make ``trainer.train()`` survive faults, and go on where the job was; returns the trainer.
 
-    Args:
-        trainer: not yet training; with a map-style dataset; one process or DDP.
-        session: arguments of :func:`holdfast.session`; its ``seed`` is the Trainer's by default.
+    ``session``: arguments of :func:`holdfast.session`; its ``seed`` is the Trainer's by default.
 
     Raises:
         UnsupportedError: a Trainer of another structure, DeepSpeed, FSDP, or an iterable dataset.
         UsageError: it is protected already.
     """
-    missing = [name for name in WRAPPED if not hasattr(trainer, name)]
+    missing = [name for name in (*WRAPPED, "_clip_grad_norm") if not hasattr(trainer, name)]
     foreign = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if missing or foreign or isinstance(trainer.train_dataset, IterableDataset):
         what = f"has no {', '.join(missing)}" if missing else "uses DeepSpeed, FSDP or an iterable dataset"
         raise UnsupportedError(
             f"this Trainer (transformers {transformers.__version__}) {what}",
-            hint="transformers 5.23 with a map-style dataset, in one process or with DDP; or a loop of your own",
+            hint="transformers 5.23, a map-style dataset, one process or DDP; or a loop of your own",
         )
-    if any(isinstance(callback, _Hooks) for callback in trainer.callback_handler.callbacks):
+    if any(isinstance(c, _Hooks) for c in trainer.callback_handler.callbacks):
         raise UsageError("this Trainer is protected already", hint="call protect(trainer) once")
     hooks = _Hooks(trainer, {"seed": trainer.args.seed, **session})
     for name in WRAPPED:
@@ -60,23 +57,22 @@ def protect(trainer: Trainer, **session: Any) -> Trainer:
 class _Hooks(TrainerCallback):  # type: ignore[misc]
     """Methods named as the Trainer's stand before them: they get the original first."""
 
-    def __init__(self, trainer: Trainer, session: dict[str, Any]) -> None:
+    def __init__(self, trainer: transformers.Trainer, session: dict[str, Any]) -> None:
         self._trainer = trainer
         self._arguments = session
         self._replay: Any = None  # a Replay from on_train_begin on
-        self._tokens: Any = None
 
     def _inner_training_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with closing(lambda: self._replay):
             return original(*args, **kwargs)
-        except BaseException as error:
-            if self._replay is not None:
-                self._replay.close(error)
-            raise
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are ready: open the session, go to where the job is."""
         trainer = self._trainer
+        if self._replay is not None:
+            raise UsageError(
+                "train() was called before on this Trainer", hint="one train() per protected Trainer"
+            )
         # Rank 0's view for all: the sampler draws for the whole job, and each rank takes its share of that.
         self._feed = Feed(MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0))
         outer = trainer.optimizer
@@ -84,8 +80,8 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
             model=trainer.model_wrapped, optimizer=getattr(outer, "optimizer", outer),
             scheduler=trainer.lr_scheduler, scaler=trainer.accelerator.scaler, **self._arguments,
         )  # fmt: skip
-        step = outer.step
-        outer.step = wraps(step)(lambda *a, **k: replay.do(partial(step, *a, **k)))
+        for owner, name in ((outer, "step"), (trainer, "_clip_grad_norm")):
+            setattr(owner, name, replay.remembering(getattr(owner, name)))
         if replay.position:
             vars(state).update(copy.deepcopy(replay.position["progress"]))
             for callback in self._exportable():
@@ -115,8 +111,8 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         """A step begins: its micro-batches from our feed, and how many tokens they hold."""
         samples = [self._feed.draw() for _ in range(count)]
 
-        def tokens() -> Any:
-            self._tokens = self._trainer._get_num_items_in_batch(samples, device)
+        def tokens() -> None:
+            self._tokens: Any = self._trainer._get_num_items_in_batch(samples, device)
 
         self._replay.begin()
         self._replay.do(tokens)
@@ -134,14 +130,17 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
         return self._replay.do(call)
 
-    def _clip_grad_norm(self, original: Any, model: Any) -> Any:
-        return self._replay.do(partial(original, model))
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step ends. Leaves the process when a graceful exit is agreed."""
         progress = {name: copy.copy(getattr(state, name)) for name in PROGRESS}
         callbacks = {type(c).__name__: dict(c.state().get("attributes", {})) for c in self._exportable()}
         self._replay.commit({"progress": progress, "callbacks": callbacks, "data": self._feed.place()})
+
+    def _maybe_log_save_evaluate(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        control = self._trainer.control
+        name = "evaluate" if control.should_evaluate else "save" if control.should_save else ""
+        with self._replay.section(name):
+            original(*args, **kwargs)
 
     def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Trained: seal that, before the Trainer puts the best model in the last one's place."""

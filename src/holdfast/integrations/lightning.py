@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def __init__(self, **session: Any) -> None:
         self._arguments = {"seed": 0, **session}
         self._replay: Any = None  # a Replay while fitting
-
-    # ------------------------------------------------------------------ life
+        self._between = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the strategy is set up: stand behind it."""
@@ -79,6 +79,15 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def _loader(self, trainer: pl.Trainer, loader: Any) -> Any:
         return _Loader(loader, trainer, self._arguments["seed"]) if trainer.training else loader
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An evaluation may take long."""
+        if self._replay is not None:
+            self._between.enter_context(self._replay.section("evaluate"))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Back to training."""
+        self._between.close()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seal the end."""
         self._replay.close(None)
@@ -89,8 +98,6 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         """Whatever ends the training closes the session."""
         if self._replay is not None:
             self._replay.close(exception)
-
-    # ------------------------------------------------------------------ a step
 
     def _run(
         self, trainer: pl.Trainer, loop: Any, run: Any, optimizer: Any, batch_idx: int, kwargs: Any

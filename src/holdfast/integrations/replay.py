@@ -13,7 +13,9 @@ Rules for the caller:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import holdfast
@@ -65,6 +67,10 @@ class Replay:
         self._calls.append(call)
         return self._run([call])
 
+    def remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, as a part of the step whenever it is called."""
+        return wraps(call)(lambda *args, **kwargs: self.do(partial(call, *args, **kwargs)))
+
     def commit(self, position: dict[str, Any]) -> None:
         """End the block: the step counts, and the loop is at ``position`` (plain values or tensors) after it.
 
@@ -97,6 +103,12 @@ class Replay:
         if session is not None:
             session.__exit__(None if error is None else type(error), error, None)
 
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Announce work between two steps that may take long; nothing without a name, or when the session is closed."""
+        with self._session.section(name) if self._session is not None and name else nullcontext():
+            yield
+
     # ------------------------------------------------------------------ inside
 
     def _run(self, calls: list[Callable[[], Any]]) -> Any:
@@ -118,3 +130,15 @@ class Replay:
         """The aborted step once more."""
         self._step = next(self._steps)
         self._step.__enter__()
+
+
+@contextmanager
+def closing(replay: Callable[[], Replay | None]) -> Iterator[None]:
+    """Whatever ends the body closes the session, when there is one by then."""
+    try:
+        yield
+    except BaseException as error:
+        opened = replay()
+        if opened is not None:
+            opened.close(error)
+        raise

@@ -96,3 +96,21 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     trainer = protect(Trainer(model=model, args=args, train_dataset=[]))
     with pytest.raises(UsageError, match="already"):
         protect(trainer)
+
+
+def test_a_second_train_is_refused(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=4, vocab_size=8))
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    tokens = torch.arange(4)
+    data: Any = [{"input_ids": tokens, "labels": tokens}] * 4
+    trainer = protect(Trainer(model=model, args=args, train_dataset=data), checkpoint=tmp_path / "kept")
+    assert trainer.train().global_step == 1
+    with pytest.raises(UsageError, match="called before"):
+        trainer.train()
