@@ -53,11 +53,13 @@ chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launc
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
 
-bench: venv  ## what it costs and how fast it recovers, beside torchrun (15 minutes); markdown tables
+bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py
 	$(VENV)/bin/holdfast run --nproc-per-node 4 bench/breakdown.py
 	$(VENV)/bin/python bench/overhead.py
 	$(VENV)/bin/python bench/recovery.py
+	$(VENV)/bin/python bench/watching.py
+	$(VENV)/bin/python bench/hangs.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

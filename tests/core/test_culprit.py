@@ -43,6 +43,7 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
         (four(3, "vote:20:4"), "kill", (3,), "likely", "went on to vote of step 20"),
         (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),
         (four(2, process="R", cpu=0.97), "kill", (2,), "likely", "97% of a core"),
+        (four(2, process="R", cpu=0.33), "kill", (2,), "likely", "33% of a core"),
         ([seen(r) for r in range(4)], "retry", (), "unclear", "all 4 ranks wait"),
         ([seen(r, cpu=1.0, process="R") for r in range(4)], "wait", (), "unclear", "slow, not stuck"),
         ([seen(r, process="T") for r in range(4)], "wait", (), "unclear", "4 of 4 processes are stopped"),

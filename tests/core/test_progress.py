@@ -123,7 +123,7 @@ def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> Non
     world.train(1)
     usual = 10 * STEP_S
     fresh = world.progress.bound_s(world.reading(0), 99)
-    assert fresh > 1.7 * usual
+    assert fresh > 1.3 * usual
     world.train(300)
     assert world.progress.bound_s(world.reading(0), 99) == usual
 

@@ -24,6 +24,7 @@ Confidence = Literal["certain", "likely", "unclear"]
 Answer = Literal["kill", "retry", "wait"]
 
 BUSY = 0.5  # share of a core in the sampling time from which a process computes
+CROWDED = 0.2  # the same for one that is running when it is looked at: its machine may be crowded
 PLACE = {
     "save": 0, "ready": 0, "section": 0, "loading": 0,
     "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
@@ -50,7 +51,7 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
     found = _by_process(seen) or _by_place(seen) or _by_work(seen)
     if found is not None:
         return found
-    if all(e.cpu >= BUSY for e in seen):
+    if all(_computes(e) for e in seen):
         reason = f"{_count(seen)} compute at the same place ({where(seen[0])}): slow, not stuck"
         return Blame(answer="wait", reason=reason)
     if len(seen) == 1:
@@ -112,11 +113,15 @@ def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
 
 
 def _by_work(seen: Sequence[RankEvidence]) -> Blame | None:
-    busy = [e for e in seen if e.cpu >= BUSY]
+    busy = [e for e in seen if _computes(e)]
     if busy and 2 * len(busy) <= len(seen):
         reason = f"it computes in {where(busy[0])} ({busy[0].cpu:.0%} of a core) while all others wait there"
         return Blame(answer="kill", ranks=_ranks(busy), confidence="likely", reason=reason)
     return None
+
+
+def _computes(one: RankEvidence) -> bool:
+    return one.cpu >= (CROWDED if one.process == "R" else BUSY)
 
 
 def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ class Progress:
         usual = max(limits.floor_s, limits.factor * self.step_s)
         if phase is Phase.LOADING:
             return max(usual, 10 * limits.floor_s, 3 * peak)
-        return max(usual, 2 * peak)
+        return max(usual, 1.5 * peak)
 
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
