@@ -5,7 +5,8 @@ vectors and adds them in the order of the ranks, then everybody fetches the sums
 added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
 which way was taken. Whoever breaks a connection breaks it for all: :meth:`Mesh.poison` shuts every socket down, the
 peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
-a connection proves itself with a secret that its owner published over the authenticated channel to the agent.
+both ends of one prove, by answering the other's challenge, that they read the secrets of the ranks, which travel only
+over the authenticated channel to the agent.
 
 Invariants:
 1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
@@ -15,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import select
@@ -33,6 +35,7 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost
 from holdfast.runtime.channel import tune
 from holdfast.runtime.client import Client
+from holdfast.runtime.settings import RunSettings
 
 Vector = NDArray[Any]
 
@@ -44,13 +47,14 @@ HANDSHAKE_S = 10.0
 START_S = 120.0
 """How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
 START_VARIABLE = "HOLDFAST_START_S"
-_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, the acceptor's key
+_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, challenge
+_ANSWER = struct.Struct("!32s32s")  # proof, challenge
 _HEAD = struct.Struct("!QQB")  # number, length in bytes, type
 _TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank listens, and the secret that a connection to it must show."""
+    """Where a rank listens, and the secret that its peers must know."""
 
     host: str
     port: int
@@ -63,9 +67,10 @@ class Mesh:
     Args:
         client: the line to the agent; None only in a world of one.
         rank, world_size: place of this process.
+        host: address of this node.
     """
 
-    def __init__(self, client: Client | None, rank: int, world_size: int) -> None:
+    def __init__(self, client: Client | None, rank: int, world_size: int, host: str = "127.0.0.1") -> None:
         self.rank = rank
         self.world_size = world_size
         self.reason = ""
@@ -73,6 +78,7 @@ class Mesh:
         self.on_fault: Callable[[str], None] = _ignore
         self.on_collective: Callable[[int], None] = _ignore_count
         self._client = client
+        self._host = host
         self._peers: dict[int, socket.socket] = {}
         self._number = 0
         self._met = False
@@ -103,8 +109,8 @@ class Mesh:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
-        with socket.create_server(("127.0.0.1", 0), backlog=self.world_size) as listener:
-            own = Place("127.0.0.1", int(listener.getsockname()[1]), key)
+        with socket.create_server((self._host, 0), backlog=self.world_size) as listener:
+            own = Place(self._host, int(listener.getsockname()[1]), key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
             for rank in range(self.rank):
@@ -143,11 +149,14 @@ class Mesh:
         return self._client
 
     def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+        challenge = secrets.token_bytes(KEY_SIZE_BYTES)
         try:
             sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
-            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, place.key))
-            if not secrets.compare_digest(_read(sock, KEY_SIZE_BYTES), key):
+            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, challenge))
+            proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
+            if not hmac.compare_digest(proof, _proof(key, challenge, rank)):
                 raise ConnectionRefusedError("the answer does not prove that it is a member")
+            sock.sendall(_proof(place.key, theirs, self.rank))
         except OSError as error:
             self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
         return sock
@@ -171,11 +180,13 @@ class Mesh:
             return
         sock.settimeout(HANDSHAKE_S)
         try:
-            magic, packed, rank, shown = _HELLO.unpack(_read(sock, _HELLO.size))
-            known = magic == MAGIC and packed == generation.pack() and rank in missing
-            if not known or not secrets.compare_digest(shown, key):
+            magic, packed, rank, challenge = _HELLO.unpack(_read(sock, _HELLO.size))
+            if magic != MAGIC or packed != generation.pack() or rank not in missing:
                 raise ConnectionRefusedError("not a member of this generation")
-            sock.sendall(places[rank].key)
+            own = secrets.token_bytes(KEY_SIZE_BYTES)
+            sock.sendall(_ANSWER.pack(_proof(places[rank].key, challenge, self.rank), own))
+            if not hmac.compare_digest(_read(sock, KEY_SIZE_BYTES), _proof(key, own, rank)):
+                raise ConnectionRefusedError("it does not prove that it is a member")
         except OSError:
             self.refused += 1
             sock.close()
@@ -330,6 +341,18 @@ def meet(
 def start_limit_s() -> float:
     """The start-up deadline in seconds."""
     return float(os.environ.get(START_VARIABLE) or START_S)
+
+
+def host_of(client: Client | None) -> str:
+    """The address under which the workers of this node are reached by those of others."""
+    if client is None or client.run_dir is None:
+        return "127.0.0.1"
+    return RunSettings.load(client.run_dir).bind
+
+
+def _proof(key: bytes, challenge: bytes, rank: int) -> bytes:
+    """What only somebody who knows ``key`` can answer, as rank ``rank``."""
+    return hmac.digest(key, MAGIC + rank.to_bytes(4, "big") + challenge, "sha256")
 
 
 def _read(sock: socket.socket, size_bytes: int) -> bytes:

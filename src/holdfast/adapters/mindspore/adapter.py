@@ -18,7 +18,7 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
 from holdfast.adapters.base import Feed, Hooks
-from holdfast.adapters.mesh import Mesh
+from holdfast.adapters.mesh import Mesh, host_of
 from holdfast.adapters.mindspore.gate import Gate, Relay
 from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice
 from holdfast.adapters.values import Plain
@@ -81,7 +81,8 @@ class MindSporeAdapter:
     def _lines(self) -> Mesh:
         """Our connections, not met before they are used: the session finds its agent first."""
         if self._mesh is None:
-            self._mesh = Mesh(Client.current(), self.rank, self.world_size)
+            client = Client.current()
+            self._mesh = Mesh(client, self.rank, self.world_size, host_of(client))
         return self._mesh
 
     @property

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.adapters.mesh import Place, meet, start_limit_s
+from holdfast.adapters.mesh import Place, host_of, meet, start_limit_s
 from holdfast.errors import InternalError
 from holdfast.runtime.client import Client
 
@@ -51,7 +51,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
             raise InternalError(
                 "mindspore.communication.init() after the worker's line to its agent was closed"
             )
-        own = Place("127.0.0.1", 0, b"")
+        own = Place(host_of(client), 0, b"")
         space = f"mindspore/{client.generation}"
         meet(client, space, client.rank, client.world_size, own, start_limit_s())
         env = _cluster(client)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from holdfast.adapters.base import Feed, Hooks
-from holdfast.adapters.mesh import Mesh
+from holdfast.adapters.mesh import Mesh, host_of
 from holdfast.adapters.tensorflow.data import DatasetFeed
 from holdfast.adapters.tensorflow.state import Collected, Restore, TensorFlowState
 from holdfast.adapters.values import Plain
@@ -70,7 +70,8 @@ class TensorFlowAdapter:
     def _lines(self) -> Mesh:
         """Our connections, not met before they are used: the session finds its agent first."""
         if self._mesh is None:
-            self._mesh = Mesh(Client.current(), self.rank, self.world_size)
+            client = Client.current()
+            self._mesh = Mesh(client, self.rank, self.world_size, host_of(client))
         return self._mesh
 
     @property

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 
-from holdfast.adapters.mesh import Place, meet, start_limit_s
+from holdfast.adapters.mesh import Place, host_of, meet, start_limit_s
 from holdfast.runtime.client import Client
 from holdfast.runtime.spawn import free_port
 
@@ -29,7 +29,8 @@ def install() -> None:
     client = Client.current()
     if client is None:
         return
-    own = Place("127.0.0.1", free_port(), b"")
+    host = host_of(client)
+    own = Place(host, free_port(host), b"")
     places = meet(
         client,
         f"tensorflow/{client.generation}",
