@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix soak soak-hang chaos partitions bench clean
+.PHONY: help venv drill test check frameworks matrix soak soak-hang soak-store chaos partitions bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -53,6 +53,9 @@ chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launc
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
 
+soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
+	$(VENV)/bin/python -m tests.store.soak --kills 1000
+
 bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py
 	$(VENV)/bin/holdfast run --nproc-per-node 4 bench/breakdown.py
@@ -60,6 +63,7 @@ bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minu
 	$(VENV)/bin/python bench/recovery.py
 	$(VENV)/bin/python bench/watching.py
 	$(VENV)/bin/python bench/hangs.py
+	$(VENV)/bin/python bench/store.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

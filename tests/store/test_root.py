@@ -98,7 +98,7 @@ def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_p
     (tmp_path / f".removing-{save_id(1).directory()}").mkdir()
     with Directory.open(tmp_path / save_id(10).directory()) as reader:
         assert reader.lock(shared=True)
-        assert Root(tmp_path).prune(1).spared == {save_id(10).directory(): "is being read"}
+        assert Root(tmp_path).prune(1).spared == {save_id(10).directory(): "is being read or written"}
     assert Root(tmp_path).prune(1).removed == (save_id(10).directory(),)
     assert [p.name for p in tmp_path.iterdir()] == [save_id(20).directory()]
 

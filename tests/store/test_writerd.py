@@ -160,7 +160,7 @@ def test_memory_is_reused_and_only_grows(tmp_path: Path) -> None:
             saver.save(
                 tmp_path, save_id(step), catalogue, plan(catalogue, frozenset({0})), 0, world.state(0), {}, {}
             )
-            sizes.append(saver._pool.size_bytes)
+            sizes.append(saver.pool_size_bytes)
     assert 300 * 300 * 8 <= sizes[0] == sizes[1] < 600 * 600 * 8 <= sizes[2] < 600 * 600 * 8 + 100_000
     for step, edge in enumerate((300, 100, 600)):
         state = replicated(1, {"w": np.ones((edge, edge))}).state(0, empty=True)

@@ -158,7 +158,7 @@ def merge_checkpoint(checkpoint: str, target: Path, file_size_gb: float, as_json
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 def prune(root: Path, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:
-    """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read."""
+    """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read or written."""
     done = Root(root).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
     if as_json:
         _say_json(done)

@@ -164,6 +164,11 @@ class BackgroundSaver:
         """The writer process (another one after it was killed)."""
         return self._writer.pid
 
+    @property
+    def pool_size_bytes(self) -> int:
+        """Memory that is kept for copies, from the first save on."""
+        return self._pool.size_bytes
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight; False when the time ran out."""
         return self._idle.wait(timeout_s)

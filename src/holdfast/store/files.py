@@ -93,7 +93,7 @@ class Directory:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(root / name, 0o700)
-                sync_directory(root)
+            sync_directory(root)  # whoever made it: it may have died before its own
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             return cls(root / name, os.open(root / name, flags))
 

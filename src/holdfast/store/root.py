@@ -5,7 +5,8 @@ from its files. Attempts are ordered by step, then generation, then attempt; eve
 files comes to the same answer. Removing is a rename first, so that a half-removed attempt is never listed.
 
 Invariants:
-1. The newest valid checkpoint is never removed, nor one that is being read, nor an unfinished attempt that is young.
+1. The newest valid checkpoint is never removed, nor one that is being read or written, nor a young attempt that is
+   unfinished or the newest of another run.
 2. An attempt is never changed: only made, sealed, repaired from its own copies, or removed.
 """
 
@@ -123,6 +124,7 @@ class Root:
             return Pruned((), {Path(v.path).name: "no valid checkpoint exists" for v in attempts})
         kept = {v.path for v in valid[:keep]} if isinstance(keep, int) else keep(valid)
         kept.add(valid[0].path)
+        kept |= {v.path for v in self._newest_of_runs(valid) if self._age_s(Path(v.path).name) < grace_s}
         removed: list[str] = []
         spared: dict[str, str] = {}
         for found in attempts:
@@ -134,10 +136,19 @@ class Root:
             elif dry_run or self._remove(name):
                 removed.append(name)
             else:
-                spared[name] = "is being read"
+                spared[name] = "is being read or written"
         if not dry_run:
             self._sweep()
         return Pruned(tuple(removed), spared)
+
+    @staticmethod
+    def _newest_of_runs(valid: Sequence[Validity]) -> list[Validity]:
+        """The newest of each run: another job may be saving into this root, and be at an earlier step."""
+        newest: dict[str, Validity] = {}
+        for found in valid:
+            if found.save_id is not None:
+                newest.setdefault(found.save_id.run, found)
+        return list(newest.values())
 
     def _age_s(self, name: str) -> float:
         """Seconds since anything was added to an attempt; infinite when it is gone."""
@@ -155,9 +166,13 @@ class Root:
         with directory, writing(self.path / name):
             if not directory.lock(shared=False):
                 return False
-            os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
+            try:
+                os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
+            except FileNotFoundError:  # another process was faster
+                return False
             sync_directory(self.path)
-            shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}")
+        # Another process may be sweeping it at the same time; what is left now, the next prune sweeps.
+        shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
         return True
 
     def _sweep(self) -> None:

@@ -81,6 +81,8 @@ def write_share(
         raise StateError(f"rank {rank} is not among the writers {list(plan.sources)} of {save_id}")
     common, own = _encode_all(values, locals_)
     with Directory.create(root, save_id.directory()) as directory:
+        if not directory.lock(shared=True):
+            raise StoreWriteError(f"{directory.path} is being removed")
         _put_catalogue(directory, catalogue, rank)
         share = _Share(directory, save_id, catalogue, source, rank, threads)
         done = directory.exists(form.rank_name(rank))

@@ -1,0 +1,338 @@
+"""Saving beside the training: how long the step waits, and until the bytes are on disk, beside what others do.
+
+``python bench/store.py [--reps 5] [--dir DIR]`` runs 4 ranks twice (sharded, replicated) and prints markdown tables.
+
+A state of 1.2 GB (48 x 8 MiB x {parameter, exp_avg, exp_avg_sq}), random data. Contenders take turns inside one run:
+A B C A B C, all in the same minutes as the roofs (one memory copy of the rank's share into warm memory; the disk
+written by 4 processes in three ways). The clock of "durable" stops after fsync. The first round does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from holdfast.adapters.numpy import NumpyState
+from holdfast.adapters.numpy import Shard as Held
+from holdfast.core.ids import Generation, SaveId
+from holdfast.errors import HoldfastError
+from holdfast.store.background import BackgroundSaver
+from holdfast.store.layout import Box, Catalogue
+from holdfast.store.plan import plan
+from holdfast.store.writer import Written
+
+RANKS = 4
+TENSORS = 48
+ROWS, COLUMNS = 2048, 1024
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+BLOCK_SIZE_BYTES = 16 * 2**20
+STATE_SIZE_BYTES = TENSORS * len(KINDS) * ROWS * COLUMNS * 4
+SHARE_SIZE_BYTES = STATE_SIZE_BYTES // RANKS
+
+Begun = Callable[[], None]
+"""Returned by a contender when the step may go on; called, it waits until everything is on disk."""
+
+
+def nothing() -> None:
+    """It was on disk already."""
+
+
+def fsync(path: Path) -> None:
+    """A file and its directory."""
+    for one in (path, path.parent):
+        fd = os.open(one, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+class Contenders:
+    """One rank's state, and every way to save it."""
+
+    def __init__(self, layout: str) -> None:
+        self.rank = dist.get_rank()
+        self.sharded = layout == "sharded"
+        generator = torch.Generator().manual_seed(self.rank if self.sharded else 0)
+        rows = ROWS // RANKS if self.sharded else ROWS
+        names = [f"{kind}.{number}" for kind in KINDS for number in range(TENSORS)]
+        self.local = {name: torch.rand(rows, COLUMNS, generator=generator) for name in names}
+        self.state: dict[str, Any] = dict(self.local)
+        if self.sharded:
+            mesh = init_device_mesh("cpu", (RANKS,))
+            self.state = {
+                name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in self.local.items()
+            }
+        self._prepare_holdfast(rows)
+        self._stager = DefaultStager(StagingOptions(False, True, False, False))
+        self._warm = np.ones(SHARE_SIZE_BYTES, np.uint8)
+        pages = mmap.mmap(-1, SHARE_SIZE_BYTES)
+        self._pages = memoryview(pages)
+        np.copyto(
+            np.frombuffer(self._pages, np.uint8),
+            np.random.default_rng(0).integers(0, 256, SHARE_SIZE_BYTES, np.uint8),
+        )
+
+    def _prepare_holdfast(self, rows: int) -> None:
+        def held(rank: int) -> NumpyState:
+            start = rank * rows if self.sharded else 0
+            return NumpyState(
+                Held(name, (ROWS, COLUMNS), Box((start, 0), (rows, COLUMNS)), tensor.numpy())
+                for name, tensor in self.local.items()
+            )
+
+        layouts = {rank: held(rank).layout(rank, RANKS) for rank in range(RANKS)}
+        self.catalogue = Catalogue.from_layouts(layouts)
+        self.plan = plan(self.catalogue, frozenset(range(RANKS)))
+        self.source = held(self.rank)
+        self.step = 0
+        self.done = threading.Event()
+        self.results: list[Written | HoldfastError] = []
+        self.saver = BackgroundSaver(self._saved).__enter__()
+
+    def _saved(self, _save_id: SaveId, result: Written | HoldfastError) -> None:
+        self.results.append(result)
+        self.done.set()
+
+    def holdfast(self, where: Path) -> Begun:
+        """Stage, and let the writer process write."""
+        self.step += 1
+        self.done.clear()
+        save_id = SaveId("bench", Generation(1, 1), self.step, 0, "periodic")
+        self.saver.save(
+            where, save_id, self.catalogue, self.plan, self.rank, self.source, {}, {self.rank: {}}
+        )
+
+        def wait() -> None:
+            self.done.wait()
+            result = self.results[-1]
+            if not isinstance(result, Written):
+                raise result
+
+        return wait
+
+    def memcpy(self, where: Path) -> Begun:
+        """The roof of the stall: one copy of what this rank has to save, tensor by tensor, into warm memory."""
+        offset = 0
+        for item in self.plan.items(self.rank):
+            start, stop = item.byte_range(4)
+            data = np.frombuffer(self.source.view(item.fqn, item.box), np.uint8)[start:stop]
+            np.copyto(self._warm[offset : offset + len(data)], data)
+            offset += len(data)
+        return nothing
+
+    def _disk(self, where: Path, flags: int, early: bool) -> Begun:
+        path = where / f"raw-{self.rank}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600)
+        for offset in range(0, SHARE_SIZE_BYTES, BLOCK_SIZE_BYTES):
+            written = os.pwrite(fd, self._pages[offset : offset + BLOCK_SIZE_BYTES], offset)
+            assert written == min(BLOCK_SIZE_BYTES, SHARE_SIZE_BYTES - offset)
+            if early:
+                os.posix_fadvise(fd, offset, written, os.POSIX_FADV_DONTNEED)
+        os.fsync(fd)
+        os.close(fd)
+        return nothing
+
+    def disk_plain(self, where: Path) -> Begun:
+        """Roof of the disk: write, then fsync."""
+        return self._disk(where, 0, early=False)
+
+    def disk_early(self, where: Path) -> Begun:
+        """Roof of the disk: write-back begins with each block."""
+        return self._disk(where, 0, early=True)
+
+    def disk_direct(self, where: Path) -> Begun:
+        """Roof of the disk: O_DIRECT."""
+        return self._disk(where, os.O_DIRECT, early=False)
+
+    def torch_save(self, where: Path) -> Begun:
+        """Each rank its shard; a replicated state is rank 0's to save."""
+        if self.sharded or self.rank == 0:
+            path = where / f"{self.rank}.pt"
+            torch.save(self.local, path)
+            fsync(path)
+        return nothing
+
+    def safetensors(self, where: Path) -> Begun:
+        """As torch.save."""
+        if self.sharded or self.rank == 0:
+            path = where / f"{self.rank}.safetensors"
+            save_file(self.local, path)
+            fsync(path)
+        return nothing
+
+    def dcp_save(self, where: Path) -> Begun:
+        """torch's distributed checkpoint, in the step."""
+        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(str(where), sync_files=True))
+        return nothing
+
+    def dcp_async(self, where: Path) -> Begun:
+        """The same from its background process, with its shared-memory stager kept between saves: its best."""
+        future = dcp.async_save(
+            self.state,
+            storage_writer=dcp.FileSystemWriter(str(where), sync_files=True),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self._stager,
+        )
+        upload = getattr(future, "upload_completion", future)
+        return lambda: upload.result() and None
+
+    def close(self) -> None:
+        """End what contenders keep."""
+        self.saver.close()
+        self._stager.close()
+
+
+ALL = (
+    "memcpy", "disk_plain", "disk_early", "disk_direct",
+    "holdfast", "dcp_async", "dcp_save", "safetensors", "torch_save",
+)  # fmt: skip
+
+
+def private_bytes(pid: int) -> int:
+    """Anonymous memory of a process."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss_Anon:"))
+
+
+def slowest(value: float) -> float:
+    """The maximum over the ranks."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor.item())
+
+
+def memory_of_a_save(ways: Contenders, where: Path) -> float:
+    """Peak of the host memory that a first save needs beyond the state, as a share of the rank's bytes."""
+    before = private_bytes(os.getpid())
+    done = threading.Event()
+    peak = 0
+    with BackgroundSaver(lambda _save_id, _result: done.set()) as saver:
+        save_id = SaveId("memory", Generation(1, 1), 1, 0, "periodic")
+        saver.save(where, save_id, ways.catalogue, ways.plan, ways.rank, ways.source, {}, {ways.rank: {}})
+        while not done.wait(0.01):
+            own = private_bytes(os.getpid()) - before
+            peak = max(peak, saver.pool_size_bytes + private_bytes(saver.writer_pid) + own)
+    return peak / sum(tensor.numel() * 4 for tensor in ways.local.values())
+
+
+def work(layout: str, reps: int, directory: Path, names: list[str]) -> None:
+    """One rank of the run; rank 0 prints one JSON line."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ways = Contenders(layout)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for rep in range(reps + 1):
+        for name in names:
+            where = directory / f"{name}-{rep}"
+            if ways.rank == 0:
+                where.mkdir(parents=True)
+            dist.barrier()
+            began_s = time.perf_counter()
+            wait = getattr(ways, name)(where)
+            stall_s = time.perf_counter() - began_s
+            wait()
+            durable_s = slowest(time.perf_counter() - began_s)
+            times[name].append((slowest(stall_s), durable_s))
+            if ways.rank == 0:
+                shutil.rmtree(where)
+            dist.barrier()
+            time.sleep(0.2)
+    extra = slowest(memory_of_a_save(ways, directory))
+    ways.close()
+    dist.barrier()
+    if ways.rank == 0:
+        print(
+            "RESULT "
+            + json.dumps({"layout": layout, "times": times, "memory": extra, "load": os.getloadavg()})
+        )
+    dist.destroy_process_group()
+
+
+def spread(values: list[float]) -> str:
+    """Minimum, median, maximum."""
+    return f"{min(values):.3f} / {statistics.median(values):.3f} / {max(values):.3f}"
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the table of one layout, and the ratios that count."""
+    counted = {name: rounds[1:] for name, rounds in result["times"].items()}
+    print(f"\n### {result['layout']} (load average at the end {result['load'][0]:.1f})\n")
+    print("| seconds, slowest rank, min / median / max | the step waits | durable | first round |")
+    print("|---|---|---|---|")
+    for name, rounds in counted.items():
+        stalls, ends = spread([r[0] for r in rounds]), spread([r[1] for r in rounds])
+        first = result["times"][name][0]
+        print(f"| {name} | {stalls} | {ends} | {first[0]:.2f}, {first[1]:.2f} |")
+    stall = {name: statistics.median(r[0] for r in rounds) for name, rounds in counted.items()}
+    durable = {name: statistics.median(r[1] for r in rounds) for name, rounds in counted.items()}
+    best = min(("disk_plain", "disk_early", "disk_direct"), key=lambda name: durable[name])
+    print(
+        f"\nStall {stall['holdfast'] / stall['memcpy']:.2f} x memcpy, "
+        f"{stall['holdfast'] / stall['dcp_async']:.2f} x DCP's. "
+        f"Disk rate reached: {durable['disk_plain'] / durable['holdfast']:.2f} of write + fsync, "
+        f"{durable[best] / durable['holdfast']:.2f} of the best ({best}, "
+        f"{STATE_SIZE_BYTES / 1e9 / durable[best]:.2f} GB/s). "
+        f"Peak extra memory {result['memory']:.3f} of the rank's bytes."
+    )
+
+
+def main() -> None:
+    """Start both runs, or be one rank of one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layout", choices=["sharded", "replicated"])
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--only", default=",".join(ALL), help="contenders, in this order")
+    parser.add_argument("--dir", type=Path, default=Path("bench-store"))
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments.layout, arguments.reps, arguments.dir, arguments.only.split(","))
+        return
+    for layout in [arguments.layout] if arguments.layout else ["sharded", "replicated"]:
+        place = arguments.dir / layout
+        shutil.rmtree(place, ignore_errors=True)
+        command = [
+            str(Path(sys.executable).parent / "torchrun"),
+            "--standalone",
+            "--nproc-per-node",
+            str(RANKS),
+        ]
+        command += [
+            __file__,
+            "--layout",
+            layout,
+            "--reps",
+            str(arguments.reps),
+            "--dir",
+            str(place),
+            "--only",
+            arguments.only,
+        ]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+        )
+        shutil.rmtree(arguments.dir, ignore_errors=True)
+        report(next(json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")))
+
+
+if __name__ == "__main__":
+    main()
