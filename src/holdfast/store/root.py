@@ -142,7 +142,7 @@ class Root:
         return Pruned(tuple(removed), spared)
 
     @staticmethod
-    def _newest_of_runs(valid: Sequence[Validity]) -> list[Validity]:
+    def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
         """The newest of each run: another job may be saving into this root, and be at an earlier step."""
         newest: dict[str, Validity] = {}
         for found in valid:
