@@ -1,7 +1,8 @@
-"""MindSpore and TensorFlow: from the death of a worker to a sealed checkpoint, and to training again.
+"""Other frameworks: from the death of a worker to a sealed checkpoint, and to training again.
 
     .venv-mindspore/bin/python bench/frameworks.py mindspore [--rounds 5]
     .venv-tensorflow/bin/python bench/frameworks.py tensorflow [--rounds 5]
+    .venv-faces/bin/python bench/frameworks.py faces [--rounds 5]
 
 Runs the examples under ``holdfast run``, kills a worker from here at a random moment, and reads the event log. Prints
 markdown: seconds after the kill, min / median / max.
@@ -34,6 +35,12 @@ JOBS: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {
         ),
     ),
     "tensorflow": (2, (("tensorflow_resume.py", "--epochs", "12"),)),
+    "faces": (4, (("hf_trainer.py", "--steps", "9000"), ("lightning_module.py", "--epochs", "900"))),
+}
+FLAGS: dict[str, tuple[str, ...]] = {
+    "mindspore": ("--framework", "mindspore"),
+    "tensorflow": ("--framework", "tensorflow"),
+    "faces": ("--preload", "transformers.trainer,transformers.models.gpt2,lightning.pytorch"),
 }
 BOUND_S = 240.0
 
@@ -73,7 +80,7 @@ def once(
     folder.mkdir()
     script, *arguments = job
     command = [
-        str(Path(sys.executable).parent / "holdfast"), "run", "--run-id", "t", "--framework", framework,
+        str(Path(sys.executable).parent / "holdfast"), "run", "--run-id", "t", *FLAGS[framework],
         "--nproc-per-node", str(nproc), str(EXAMPLES / script), *arguments,
     ]  # fmt: skip
     with (folder / "out.log").open("wb") as out:
