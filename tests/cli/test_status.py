@@ -129,6 +129,19 @@ def test_a_live_run(holdfast: Run, made: Made) -> None:
     assert "\x1b" not in text
 
 
+def test_a_straggler_and_a_section(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    made.pages[1][Word.BUSY_NS] = 250_000_000
+    made.pages[0].announce("eval")
+    made.pages[0].place(21, Phase.SECTION)
+    made.journal.append("straggler", {"rank": 1, "busy_s": 0.25, "others_s": 0.1, "ratio": 2.5})
+    text = holdfast("status").stdout
+    assert "250 ms, 2.5 x slower" in text and "section eval" in text
+    made.journal.append("straggler_gone", {"rank": 1})
+    assert "slower" not in holdfast("status").stdout
+
+
 def test_a_fault_while_it_is_answered(holdfast: Run, made: Made) -> None:
     made.start(0, 1)
     made.serve()

@@ -17,7 +17,9 @@ from holdfast.core.messages import (
     RankEvidence,
     Resume,
     SetTimer,
+    Settle,
     Stalled,
+    StepReached,
     Tick,
 )
 from tests.core.test_controller import NODE, Job
@@ -163,3 +165,25 @@ def test_a_straggler_is_told_once_and_replaced_only_when_asked() -> None:
             even = tuple(Pace(p.rank, 30, 0.1) for p in PACES)
             job.post(Paced(node_id=NODE, generation=job.generation, ranks=even))
             assert job.record("straggler_gone")["rank"] == 2
+
+
+def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:
+    for odd, stops in ({"phase": "forward"}, True), ({"process": "T"}, False):
+        job = Job().up()
+        for attempt in range(2):
+            job.post(stalled(job))
+            job.post(evidence(job, job.sent(Gather)[0].number, **odd))
+            job.exit(1)
+            for rank in (0, 2):
+                job.settle(rank, "aborted", 5)
+            if attempt == 0:
+                job.seal(job.sent(Settle)[0])
+                for rank in (0, 2):
+                    job.exit(rank, code=78)
+                job.hello()
+                job.open(5)
+                for member in job.members:
+                    job.post(StepReached(member_id=member, generation=job.generation, step=6))
+        verdict = job.record("verdict")
+        assert (verdict["action"] == "stop_user_bug") is stops
+        assert ("the same hang at step 5 twice" in verdict["reason"]) is stops

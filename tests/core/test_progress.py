@@ -95,6 +95,21 @@ def test_the_bound_of_the_one_that_is_waited_for_counts() -> None:
     assert world.until(True) >= LIMITS.idle_s
 
 
+def test_a_stopped_process_gets_no_time_for_what_it_might_do() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    world.phase[2] = Phase.READY
+    for _ in range(25):
+        assert world.look() is None
+    assert world.progress.overdue() == [MemberId(rank + 1) for rank in world.phase]
+    readings = [world.reading(rank)._replace(stopped=rank == 2) for rank in world.phase]
+    assert world.progress.look(world.now + 0.1, readings) is True
+    assert world.progress.overdue() == [MemberId(rank + 1) for rank in world.phase]
+    assert world.progress.look(world.now + 0.2, readings) is None
+    assert world.look() is False, "it runs again"
+
+
 def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:
     world = World()
     world.train(20)

@@ -29,6 +29,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exits import Exit
+from holdfast.session.rank import Rank
 from holdfast.store.policy import Moment
 from holdfast.store.root import Root
 from tests.runtime.runs import until
@@ -463,3 +464,16 @@ def test_a_section_stands_between_two_steps() -> None:
                     pass
                 job.update(batch)
             assert step.committed
+
+
+def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(Rank, "compiling", lambda self, on: seen.append(on))
+    job = Job()
+    with job.session() as s:
+        torch.compile(nn.Linear(4, 3), backend="eager")(torch.zeros(1, 4))
+        assert seen and seen == [True, False] * (len(seen) // 2)
+        assert s.step == 0
+    told = len(seen)
+    torch.compile(nn.Linear(4, 2), backend="eager")(torch.zeros(1, 4))
+    assert len(seen) == told, "not after the session"

@@ -65,6 +65,7 @@ class Hooks(NamedTuple):
     update: Callable[[str], None]  # the named optimizer is about to change weights
     updated: Callable[[str], None]  # it has
     waited: Callable[[int, int], None] = lambda since_ns, until_ns: None  # for peers, CLOCK_MONOTONIC
+    compiling: Callable[[bool], None] = lambda on: None  # the framework compiles user code now, or no longer
 
 
 class Adapter(Protocol):

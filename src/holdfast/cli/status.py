@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.view import RECOVERY_PHASES, FaultView, RunView, Watch
+from holdfast.cli.view import RECOVERY_PHASES, FaultView, RankView, RunView, Watch
 
 WATCH_PERIOD_S = 0.5
 PLAIN_WIDTH = 120
@@ -121,16 +121,27 @@ def _rank_table(view: RunView) -> Table:
         table.add_column(name, justify="right")
     for name in ("phase", "generation"):
         table.add_column(name)
+    if any(r.busy_s for r in view.ranks):
+        table.add_column("busy", justify="right")
     if any(r.repeated for r in view.ranks):
         table.add_column("repeated", justify="right")
     for each in view.ranks:
-        phase = Text(each.phase) if each.alive else Text(f"dead (in {each.phase})", style="red")
+        place = f"{each.phase} {each.section}".strip()
+        phase = Text(place) if each.alive else Text(f"dead (in {each.phase})", style="red")
         cells = [str(each.rank), str(each.pid), f"{each.step:,}", span(each.age_s)]
         row: list[RenderableType] = [*cells, phase, each.generation]
+        if any(r.busy_s for r in view.ranks):
+            row.append(_busy(each))
         if any(r.repeated for r in view.ranks):
             row.append(str(each.repeated))
         table.add_row(*row)
     return table
+
+
+def _busy(one: RankView) -> Text:
+    """The last step without waiting for peers, and whether it is a straggler's."""
+    text = f"{1e3 * one.busy_s:.0f} ms"
+    return Text(f"{text}, {one.slow:.1f} x slower", style="yellow") if one.slow else Text(text)
 
 
 def fault_text(fault: FaultView) -> str:

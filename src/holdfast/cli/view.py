@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.core.ids import Generation
-from holdfast.core.page import Word
+from holdfast.core.page import Phase, Word
 from holdfast.errors import ProtocolError
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
@@ -37,6 +37,9 @@ class RankView(msgspec.Struct):
     age_s: float
     generation: str
     repeated: int
+    busy_s: float = 0.0  # the last committed step without waiting for peers; 0: unknown
+    slow: float = 0.0  # its steps take so many times as long as the others'; 0: not a straggler
+    section: str = ""
 
 
 class FaultView(msgspec.Struct):
@@ -117,6 +120,7 @@ class Story:
         self.ended_at = 0.0
         self.faults: list[FaultView] = []
         self.warnings: list[str] = []
+        self.slow: dict[int, float] = {}  # stragglers: rank -> ratio
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
@@ -159,6 +163,12 @@ class Story:
         )
         self.faults.append(fault)
         self._open.append((fault, event.t_mono - ago_s))
+
+    def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
+        self.slow[int(data["rank"])] = float(data["ratio"])
+
+    def _on_straggler_gone(self, event: Event, data: dict[str, Any]) -> None:
+        self.slow.pop(int(data["rank"]), None)
 
     def _on_planned(self, event: Event, data: dict[str, Any]) -> None:
         self.step = max(self.step, int(data["step"]))
@@ -291,6 +301,9 @@ class Watch:
                 found[view.rank].member_id if view.rank in found else 0
             ):
                 found[view.rank] = view
+        for rank, ratio in self.story.slow.items():
+            if rank in found:
+                found[rank].slow = ratio
         return [found[rank] for rank in sorted(found)]
 
     def _speed(self, step: int) -> float | None:
@@ -332,6 +345,8 @@ def _page_view(path: Path) -> RankView | None:
             age_s=round(max(0.0, time.monotonic() - page[Word.ENTERED_NS] / 1e9), 3),
             generation=str(Generation.unpack(page[Word.GENERATION])),
             repeated=page[Word.REPEATED],
+            busy_s=page[Word.BUSY_NS] / 1e9,
+            section=page.section() if phase is Phase.SECTION else "",
         )
     finally:
         page.close()

@@ -41,6 +41,7 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     confidence: Confidence = "unclear"
     reason: str
+    by_process: bool = False  # the state of the process says it, whatever code it runs
 
 
 def blame(evidence: Sequence[RankEvidence]) -> Blame:
@@ -84,6 +85,7 @@ def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
                 answer="kill",
                 ranks=_ranks(found),
                 confidence="certain",
+                by_process=True,
                 reason=f"{what} (state {found[0].process}){detail}, in {where(found[0])}",
             )
         if found and states is STOPPED:

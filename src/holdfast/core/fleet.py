@@ -28,6 +28,7 @@ from holdfast.core.messages import (
     MemberStarted,
     WorkerHello,
 )
+from holdfast.core.policy import HANG, Failure
 from holdfast.core.recovery import NO_PAGE, Recovery
 from holdfast.exits import Exit
 
@@ -281,7 +282,17 @@ class Fleet:
             kind, how = "exit", "is gone"
         if member.kill_reason:
             kind, how = "hang" if member.hung_at_s else "silent", member.kill_reason
-        self.recovery.member_fault(now, member, kind, how)
+        failure = None
+        if member.hung_in:
+            failure = Failure(
+                rank=member.rank,
+                step=event.step,
+                kind=HANG,
+                what=how,
+                digest=f"hang in {member.hung_in}"[:200],
+                attempt=self.job.attempts - 1,
+            )
+        self.recovery.member_fault(now, member, kind, how, failure)
 
     # ---------------------------------------------------------------- time
 

@@ -128,6 +128,8 @@ class Hangs:
             for rank in verdict.ranks:
                 member = members[rank]
                 member.hung_at_s = since_s
+                if not verdict.by_process:
+                    member.hung_in = next(e.where or e.phase for e in ranks if e.rank == rank)
                 self.job.kill(member, f"hangs: {verdict.reason}")
         else:
             first = members[min(members)]

@@ -53,6 +53,7 @@ class Member(msgspec.Struct, kw_only=True):
     exited: MemberExited | None = None
     kill_reason: str = ""  # we ordered its death
     hung_at_s: float = 0.0  # because it hangs, since then
+    hung_in: str = ""  # where, when its own code is the reason
     is_excused: bool = False  # its death was ordered because of somebody else's fault
     state: RankState = "starting"
     step: int = 0

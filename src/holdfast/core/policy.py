@@ -45,8 +45,12 @@ DETERMINISTIC_KINDS = frozenset(
 """Exceptions that happen again at the next start: before any session they end the run at once."""
 
 
+HANG = "Hang"
+"""``Failure.kind`` of a process that was killed because its own code did not go on."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of user code that caused a fault (not one that a lost peer caused)."""
+    """An exception of user code, or a hang in it, that caused a fault (not one that a lost peer caused)."""
 
     rank: int
     step: int
@@ -143,6 +147,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
     for failure in situation.failures:
         error = f"{failure.kind}: {failure.what}"
         where = f"rank {failure.rank} at step {failure.step}: {error}"
+        what = "hang" if failure.kind == HANG else "exception"
         if failure.user_error:
             return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
@@ -154,7 +159,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
         ):
             return Verdict(
                 action="stop_user_bug",
-                reason=f"the same exception at step {failure.step} twice: {error}",
+                reason=f"the same {what} at step {failure.step} twice: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
     return None

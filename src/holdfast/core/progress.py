@@ -62,6 +62,7 @@ class Reading(NamedTuple):
     busy_s: float  # the same without waiting for peers
     section: str = ""
     compiling: bool = False
+    stopped: bool = False  # its process does not run: whatever it was about to do takes no time
 
 
 class Stall(NamedTuple):
@@ -116,6 +117,11 @@ class Progress:
             for member_id, watch in sorted(self._watches.items())
         ]
 
+    def overdue(self) -> list[MemberId]:
+        """Workers that have been still for longer than a step may be: is their process stopped?"""
+        usual_s = self._usual_s()
+        return [m for m, watch in sorted(self._watches.items()) if self._steps and watch.idle_s >= usual_s]
+
     @property
     def step_s(self) -> float:
         """Median of the recent steps; 0: none was seen."""
@@ -133,6 +139,8 @@ class Progress:
         """How long this worker may be still where it is; ``steps``: committed since its process is watched."""
         limits, phase = self.limits, reading.phase
         peak = self._peaks.get(_kind(reading, steps), 0.0)
+        if reading.stopped and self._steps:
+            return self._usual_s()
         if phase is Phase.STARTING:
             return limits.start_s
         if phase is Phase.SECTION:
@@ -141,10 +149,12 @@ class Progress:
             return max(limits.idle_s, 3 * peak)
         if steps < SAMPLES_MIN or not self._steps:
             return max(10 * limits.floor_s, 3 * peak) if peak and self._steps else limits.idle_s
-        usual = max(limits.floor_s, limits.factor * self.step_s)
         if phase is Phase.LOADING:
-            return max(usual, 10 * limits.floor_s, 3 * peak)
-        return max(usual, 1.5 * peak)
+            return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
+        return max(self._usual_s(), 1.5 * peak)
+
+    def _usual_s(self) -> float:
+        return max(self.limits.floor_s, self.limits.factor * self.step_s)
 
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]

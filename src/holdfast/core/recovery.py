@@ -73,6 +73,10 @@ CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 """Exceptions that a lost peer causes: never themselves the reason of a fault."""
 
 
+OWN_DOING = frozenset({"exception", "hang", "silent"})
+"""Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
+
+
 class Recovery:
     """Sub-machine of the controller. ``job`` is shared with it."""
 
@@ -362,7 +366,7 @@ class Recovery:
     def _failures(self) -> tuple[Failure, ...]:
         """The exception that caused this, unless a death came first or it is what a lost peer causes."""
         found = [f for f in self.faults if "planned" not in f.passed]
-        if any(f.kind not in ("exception", "silent") for f in found):  # silent: our own kill, it came after
+        if any(f.kind not in OWN_DOING for f in found):
             return ()
         causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
         return tuple(causes[:1])

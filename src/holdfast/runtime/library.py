@@ -19,6 +19,7 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import Word
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.client import Client
+from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.settings import RunSettings
@@ -86,6 +87,7 @@ def join_or_start_agent(
         run_dir=run.path,
     )
     client.start()
+    offer_stacks(stacks_path(run, member_id), page)
     return client
 
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import Evidence, Gather, Message, Moved, Pace, Paced, RankEvidence, Stalled
 from holdfast.core.page import Flag, Word
 from holdfast.core.progress import Limits, Progress, Reading
 from holdfast.errors import ProtocolError
-from holdfast.runtime.evidence import Finding, find, where
+from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
@@ -71,7 +72,13 @@ class Watcher:
         if not pages:
             return
         self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in pages)
-        change = self._progress.look(now, [read(page) for page in pages])
+        overdue = self._progress.overdue()
+        readings = [read(page) for page in pages]
+        for index, reading in enumerate(readings):
+            if reading.member_id in overdue:
+                stopped = sample(pages[index][Word.PID]).process in STOPPED
+                readings[index] = reading._replace(stopped=stopped)
+        change = self._progress.look(now, readings)
         if change is False:
             self._post(Moved(node_id=self._node_id, generation=self._generation))
         elif self._progress.stalled and (change or now - self._told_s >= REPEAT_S):

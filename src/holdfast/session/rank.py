@@ -34,7 +34,7 @@ from holdfast.core.messages import (
     Settled,
     StepReached,
 )
-from holdfast.core.page import Phase, Word
+from holdfast.core.page import Flag, Phase, Word
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Tally
 from holdfast.errors import GroupError
@@ -138,6 +138,12 @@ class Rank:
     def waited(self, since_ns: int, until_ns: int) -> None:
         """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
         self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
+
+    def compiling(self, on: bool) -> None:
+        """User code is being compiled: that may take long."""
+        if self.client is not None:
+            flags = self.client.page[Word.FLAGS]
+            self.client.page[Word.FLAGS] = flags | Flag.COMPILING if on else flags & ~Flag.COMPILING
 
     def _observe(self, old: RankState, new: RankState, step: int) -> None:
         self.changed.notify_all()

@@ -136,7 +136,7 @@ class Blocks:
 
     def hooks(self) -> Hooks:
         """For the adapter."""
-        return Hooks(self._backward, self._update, self._updated, self._rank.waited)
+        return Hooks(self._backward, self._update, self._updated, self._rank.waited, self._rank.compiling)
 
     # ------------------------------------------------------------------ begin
 

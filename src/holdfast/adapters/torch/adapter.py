@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -93,6 +94,8 @@ class TorchAdapter:
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
         self._fabric.on_collective(on_collective, hooks.waited)
+        callback_handler.register_start_callback(self._compile_begins)
+        callback_handler.register_end_callback(self._compile_ends)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -103,6 +106,9 @@ class TorchAdapter:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
+        if self._hooks is not None:
+            callback_handler.remove_start_callback(self._compile_begins)
+            callback_handler.remove_end_callback(self._compile_ends)
         self._handles = []
         self._hooks = None
         self._fabric.on_collective(None)
@@ -111,6 +117,14 @@ class TorchAdapter:
     def is_fault(self, error: BaseException) -> bool:
         """False: a broken collective of ours has poisoned the process, which says it already."""
         return False
+
+    def _compile_begins(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.compiling(True)
+
+    def _compile_ends(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.compiling(False)
 
     def _watch_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._backward_seen:
