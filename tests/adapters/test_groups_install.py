@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -93,6 +94,23 @@ print(type(dist.group.WORLD).__name__, dist.get_backend())
         "ReconfigurableGroup undefined gloo 1",
         "FakeProcessGroup fake" if "FakeProcessGroup" in done.stdout else "ProcessGroup fake",
     ]
+
+
+def test_a_worker_that_starts_from_scratch_installs_them() -> None:
+    """``import holdfast`` arms the import of torch, and the groups are what imports it first."""
+    code = """
+import holdfast
+from holdfast.runtime.frameworks import install_framework
+install_framework("torch")
+from holdfast.adapters.torch import groups
+print(groups.installed())
+"""
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
 
 
 def test_another_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,4 +60,5 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
         self._inner.exec_module(module)
-        importlib.import_module(GROUPS).install()
+        if GROUPS not in sys.modules:  # else torch is imported by them, for whoever installs them next
+            importlib.import_module(GROUPS).install()
