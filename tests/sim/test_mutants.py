@@ -30,13 +30,14 @@ def faults_of(seed: int) -> tuple[SimFault, ...]:
     return random_faults(rng, RANKS, 1.5, rng.randint(2, 4))
 
 
-def catch(world: type[World] = World) -> set[str]:
-    """Run seeds until a check catches something; the names of what was caught."""
+def catch(world: type[World] = World, among: frozenset[str] = frozenset()) -> set[str]:
+    """Run seeds until a check (one of ``among``, if it is not empty) catches something; its name."""
     for seed in range(SEEDS):
         try:
             run_sim(RANKS, seed, faults_of(seed), world=world)
         except Violation as violation:
-            return {violation.name}
+            if not among or violation.name in among:
+                return {violation.name}
     return set()
 
 
@@ -49,7 +50,7 @@ def test_accepting_a_stale_generation(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     monkeypatch.setattr(controller_module, "is_stale", never_stale)
-    assert catch() & {"decided_after_all_settled", "decision_is_true", "one_fate_per_step"}
+    assert catch(World, frozenset({"decided_after_all_settled", "decision_is_true", "one_fate_per_step"}))
 
 
 class Careless(Store):
@@ -96,7 +97,7 @@ def test_deciding_alone_in_doubt() -> None:
     class Mutant(World):
         worker_type = Rash
 
-    assert catch(Mutant) & {"one_fate_per_step", "decision_is_true"}
+    assert catch(Mutant, frozenset({"one_fate_per_step", "decision_is_true"}))
 
 
 def test_applying_alone_in_doubt() -> None:
@@ -110,7 +111,7 @@ def test_applying_alone_in_doubt() -> None:
     class Mutant(World):
         worker_type = Rash
 
-    assert catch(Mutant) & {"one_fate_per_step", "decision_is_true", "one_step_at_a_time"}
+    assert catch(Mutant, frozenset({"one_fate_per_step", "decision_is_true", "one_step_at_a_time"}))
 
 
 def test_deciding_before_all_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_deciding_before_all_have_settled(monkeypatch: pytest.MonkeyPatch) -> No
             progress(recovery, now)
 
     monkeypatch.setattr(Recovery, "progress", hasty)
-    assert catch() & {"decided_after_all_settled", "decision_is_true"}
+    assert catch(World, frozenset({"decided_after_all_settled", "decision_is_true"}))
 
 
 def test_never_going_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,4 +134,4 @@ def test_never_going_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         return decide(undecided or reports, sealed_step)
 
     monkeypatch.setattr(recovery_module, "decide", timid)
-    assert catch() & {"decision_is_true", "no_committed_step_is_lost"}
+    assert catch(World, frozenset({"decision_is_true", "no_committed_step_is_lost"}))

@@ -249,6 +249,10 @@ class Agent:
         if not isinstance(event, UPWARD):
             if isinstance(event, Catalogued):
                 self._catalogue = event
+                for living in [w.member_id for w in self.workers.values() if w.alive]:
+                    own = msgspec.structs.replace(event, member_id=living)
+                    self._out.append(Send(to=f"member:{living}", message=own))
+                return
             self._out.append(Send(to=f"member:{member_id}", message=event))
             return
         worker = self.workers.get(member_id)

@@ -21,8 +21,9 @@ from holdfast.core.ending import Ending
 from holdfast.core.fleet import Fleet
 from holdfast.core.hang import Hangs
 from holdfast.core.history import Past
+from holdfast.core.ids import EVERYBODY
 from holdfast.core.job import Job, Uncovered
-from holdfast.core.membership import Member, is_stale
+from holdfast.core.membership import Member, is_stale, node_order
 from holdfast.core.messages import (
     AgentBeat,
     AgentGone,
@@ -182,7 +183,8 @@ class Controller:
         member.state, member.step = "ready", event.step
         self.ending.remind(member)
         self.recovery.opened(now)
-        for other in job.roster.members:
+        gone = len(job.roster.living) < len(job.roster.members)
+        for other in job.roster.members if gone else ():
             if other.exited is not None and other.opened_step is None and other.finished is None:
                 self.recovery.member_fault(now, other, "exit", "left without a session")
 
@@ -191,14 +193,11 @@ class Controller:
         layouts = job.roster.publish(event, job.config.world_size)
         if layouts is None:
             return
-        for member in job.roster.living:
-            catalogued = Catalogued(
-                member_id=member.member_id,
-                generation=job.generation,
-                version=event.version,
-                layouts=layouts,
-            )
-            job.send(member, catalogued)
+        catalogued = Catalogued(
+            member_id=EVERYBODY, generation=job.generation, version=event.version, layouts=layouts
+        )
+        for node_id in sorted({m.node_id for m in job.roster.living}, key=node_order):
+            job.send_node(node_id, catalogued)  # once per node: it is as large as the job
 
     def _worker_failed(self, now: float, member: Member, event: WorkerFailed) -> None:
         job = self.job

@@ -250,7 +250,7 @@ class Fleet:
         member = job.roster.get(event.member_id)
         if member is None or not member.alive:
             return
-        member.alive, member.exited = False, event
+        job.roster.bury(member, event)
         for name in ("kill", "failing"):
             job.cancel(f"{name}:{member.member_id}")
         job.record(

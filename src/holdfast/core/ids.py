@@ -19,6 +19,9 @@ MemberId = NewType("MemberId", int)
 NodeId = NewType("NodeId", str)
 RunId = NewType("RunId", str)
 
+EVERYBODY = MemberId(0)
+"""In a message to an agent: every worker of its node."""
+
 RUN_ID_PATTERN = r"[a-z0-9][a-z0-9-]{0,63}"
 
 

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -65,6 +66,9 @@ class Roster:
     def __init__(self) -> None:
         self.generation = NO_GENERATION
         self._members: dict[MemberId, Member] = {}
+        self._ranks: dict[int, MemberId] = {}
+        self._sorted: list[Member] | None = None  # by rank, made at need
+        self._living: list[Member] | None = None
         self.layouts: dict[int, LayoutPublished] = {}
         self.catalogued_version = -1
 
@@ -72,6 +76,7 @@ class Roster:
         """Replace all members by those of a new start."""
         self.generation = generation
         self._members = {}
+        self._ranks = {}
         self.catalogued_version = -1
         for member in members:
             self.add(member)
@@ -82,9 +87,17 @@ class Roster:
         Raises:
             InternalError: its rank or its id is taken.
         """
-        if member.member_id in self._members or any(m.rank == member.rank for m in self._members.values()):
+        if member.member_id in self._members or self._ranks.get(member.rank) in self._members:
             raise InternalError(f"rank {member.rank} or member {member.member_id} is seated already")
         self._members[member.member_id] = member
+        self._ranks[member.rank] = member.member_id
+        self._sorted = self._living = None
+
+    def bury(self, member: Member, exited: MemberExited) -> None:
+        """Its process is gone."""
+        place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
+        self._living = [*self.living[:place], *self.living[place + 1 :]]
+        member.alive, member.exited = False, exited
 
     def get(self, member_id: MemberId) -> Member | None:
         """The member, or None when it does not belong to this roster."""
@@ -92,13 +105,17 @@ class Roster:
 
     @property
     def members(self) -> list[Member]:
-        """All members by rank."""
-        return sorted(self._members.values(), key=lambda m: m.rank)
+        """All members by rank. Every event asks, so the list is kept; it is not for changing."""
+        if self._sorted is None:
+            self._sorted = sorted(self._members.values(), key=lambda m: m.rank)
+        return self._sorted
 
     @property
     def living(self) -> list[Member]:
-        """Members whose process exists, by rank."""
-        return [m for m in self.members if m.alive]
+        """Members whose process exists, by rank; not for changing."""
+        if self._living is None:
+            self._living = [m for m in self.members if m.alive]
+        return self._living
 
     def on_node(self, node_id: NodeId) -> list[Member]:
         """Living members of one node, by rank."""
@@ -108,9 +125,10 @@ class Roster:
         """Keep a layout; all layouts (by rank as text) when it completes a version that was not complete
         yet."""
         self.layouts[layout.rank] = layout
-        current = [v for v in self.layouts.values() if v.generation >= self.generation]
-        versions = {v.version for v in current}
-        if len(current) < world_size or len(versions) != 1 or layout.version <= self.catalogued_version:
+        if len(self.layouts) < world_size or layout.version <= self.catalogued_version:
+            return None
+        version, generation = layout.version, self.generation
+        if any(v.version != version or v.generation < generation for v in self.layouts.values()):
             return None
         self.catalogued_version = layout.version
         return self.layouts_as_text()

@@ -99,6 +99,7 @@ class Recovery:
         self._in_place = False
         self._all_opened = False
         self._suspicion: Fault | None = None
+        self._dead: tuple[int, ...] | None = None  # ranks that a fence names; None: to be counted again
 
     # ---------------------------------------------------------------- events
 
@@ -145,6 +146,7 @@ class Recovery:
         one."""
         if self.phase in ("leaving", "waiting"):
             return
+        self._dead = None
         self.faults.append(fault)
         self._pass("detected", now)
         self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
@@ -157,6 +159,8 @@ class Recovery:
         """A session opened. When it was the last one of this start, it is known where the job was restored
         to."""
         job = self.job
+        if any(m.opened_step is None for m in reversed(job.roster.members)):
+            return
         steps = [m.opened_step for m in job.roster.members if m.opened_step is not None]
         if self._all_opened or len(steps) < job.config.world_size:
             return
@@ -221,6 +225,7 @@ class Recovery:
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
         self._writing.discard(member.rank)
+        self._dead = None
         for fault in self.faults:
             if fault.member_id == member.member_id and member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail
@@ -279,6 +284,7 @@ class Recovery:
         job = self.job
         self._go("fault")
         self._suspicion = None
+        self._dead = None
         self._reports = {}
         self.decided = None
         generation = job.next_generation()
@@ -447,8 +453,9 @@ class Recovery:
         job = self.job
         who, generation = member.member_id, job.generation
         if self.phase == "fencing":
-            dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
-            return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=dead)
+            if self._dead is None:
+                self._dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
+            return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=self._dead)
         if self.phase in ("saving", "retrying"):
             if self.decided is None or member.rank not in self.decided.sources:
                 return None

@@ -41,6 +41,8 @@ class Checks:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.planned: set[str] = set()
+        self._written: set[str] = set()  # decisions in the journal, as far as it was read
+        self._read = 0
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
@@ -95,7 +97,12 @@ class Checks:
     def sending(self, settle: Settle) -> None:
         """A decision goes out: it must be in the journal already."""
         text = str(settle.generation)
-        if not any(r.kind == "planned" and r.data["generation"] == text for r in self.scene.journal):
+        journal = self.scene.journal
+        for record in journal[self._read :]:
+            if record.kind == "planned":
+                self._written.add(str(record.data["generation"]))
+        self._read = len(journal)
+        if text not in self._written:
             raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
 
     def _reports(self) -> list[Report]:

@@ -69,6 +69,7 @@ class Save:
         self.step = step
         self.sources = tuple(sources)
         self.shares: dict[int, Share] = {}
+        self.written: set[int] = set()
         self.sealed = False
 
 
@@ -78,6 +79,8 @@ class Store:
     def __init__(self, shards: int, on_seal: Callable[[Save], None]) -> None:
         self.shards = shards
         self.saves: dict[str, Save] = {}
+        self._sources: Sequence[int] = ()
+        self._first: dict[int, int] = {}  # shard -> its first holder among these sources
         self._on_seal = on_seal
 
     def uncovered(self, layouts: Mapping[str, bytes], sources: tuple[int, ...]) -> str:
@@ -88,13 +91,18 @@ class Store:
     def share_of(self, rank: int, sources: Sequence[int]) -> tuple[int, ...]:
         """What ``rank`` writes: a shard is written by its first holder among the sources."""
         shard = rank % self.shards
-        first = min(r for r in sources if r % self.shards == shard)
-        return (shard,) if first == rank else ()
+        if sources is not self._sources:
+            self._sources = sources
+            self._first = {}
+            for source in sources:
+                self._first[source % self.shards] = min(source, self._first.get(source % self.shards, source))
+        return (shard,) if self._first[shard] == rank else ()
 
     def write(self, directory: str, step: int, sources: Sequence[int], share: Share) -> bool:
         """A share is durable. True when this one sealed the checkpoint, or found it sealed."""
         save = self.saves.setdefault(directory, Save(directory, step, sources))
         save.shares[share.rank] = share
+        save.written.update(share.shards)
         if not save.sealed and self.is_complete(save):
             save.sealed = True
             self._on_seal(save)
@@ -102,8 +110,7 @@ class Store:
 
     def is_complete(self, save: Save) -> bool:
         """Every shard is there."""
-        written = {shard for share in save.shares.values() for shard in share.shards}
-        return written == set(range(self.shards))
+        return len(save.written) == self.shards
 
     def newest_step(self, preferred: str) -> int:
         """Step that a new session resumes at: the preferred directory if it is sealed, else the newest; 0:

@@ -45,6 +45,7 @@ class Surroundings(Protocol):
 
     store: Store
     world_size: int
+    everyone: tuple[int, ...]
     until: int
 
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
@@ -259,7 +260,7 @@ class SimWorker:
     def _save(self, kind: str) -> None:
         generation, step = self.machine.generation, self.machine.step
         save_id = SaveId("sim", generation, step, 0, kind)
-        everyone = tuple(range(self.world.world_size))
+        everyone = self.world.everyone
         share = Share(self.rank, self.world.store.share_of(self.rank, everyone), self.applied)
         self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
 

@@ -49,6 +49,8 @@ from holdfast.sim.plant import Group, Store
 from holdfast.sim.worker import SimWorker
 
 RANKS_CHECKED_ALWAYS = 16
+FEW_RANKS = 64
+RANKS_PER_NODE = 8
 CHECK_EVERY = 1000
 COLLECTIVE_TIMEOUT_S = 30.0
 TIME_S_MAX = 3600.0
@@ -81,6 +83,7 @@ class World:
     def __init__(self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int) -> None:
         self.now = 0.0
         self.world_size = ranks
+        self.everyone = tuple(range(ranks))
         self.until = until
         self.rng = random.Random(seed)
         self.checks = Checks(self)
@@ -101,7 +104,7 @@ class World:
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
-        nodes = 1 if ranks <= 8 else 2
+        nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
         self._agents = {NodeId(f"n{i}"): SimAgent(NodeId(f"n{i}"), per_node) for i in range(nodes)}
         for fault in faults:
@@ -134,7 +137,10 @@ class World:
             if self.now > TIME_S_MAX or self.events > EVENTS_MAX:
                 raise Violation("the_run_ends", f"not over after {self.now:.0f} s: {self._where()}")
             action()
-            if self.world_size <= RANKS_CHECKED_ALWAYS or self.events % CHECK_EVERY == 0:
+            if (
+                self.world_size <= RANKS_CHECKED_ALWAYS
+                or self.events % max(CHECK_EVERY, self.world_size) == 0
+            ):
                 self.check()
         if not self._is_over():
             raise Violation("the_run_ends", f"nothing happens any more: {self._where()}")
@@ -145,7 +151,7 @@ class World:
         """Every invariant that can be tested at any moment."""
         if self._controller is not None:
             self._controller.check()
-        for _, worker in sorted(self.seated.items()):
+        for worker in self.seated.values():
             worker.machine.check()
         self.checks.step_spread(self.seated.values())
 
@@ -434,6 +440,8 @@ class World:
     def break_group(self, generation: Generation) -> None:
         """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
         group = self.group(generation)
+        if group.broken and self.world_size > FEW_RANKS:
+            return  # whoever was in a collective then is on the way out
         group.broken = True
         for member_id in sorted(group.members):
             worker = self.workers[member_id]
