@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.adapters.torch.rng import reseed
+from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -30,6 +31,7 @@ from holdfast.errors import (
 )
 from holdfast.exits import Exit
 from holdfast.session.rank import Rank
+from holdfast.store.layout import Box
 from holdfast.store.policy import Moment
 from holdfast.store.root import Root
 from tests.runtime.runs import until
@@ -477,3 +479,24 @@ def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     told = len(seen)
     torch.compile(nn.Linear(4, 2), backend="eager")(torch.zeros(1, 4))
     assert len(seen) == told, "not after the session"
+
+
+def test_parts_copied_for_a_save_are_the_bytes_that_a_view_shows() -> None:
+    """Odd dtypes, strides and sizes; the way a GPU's tensors take into the staging memory."""
+    state = TorchState(nn.Linear(2, 2), {})
+    collected = state.collect()
+    transposed = torch.arange(35.0).reshape(5, 7).t()
+    for name, tensor in {
+        "half": torch.randn(3, 5).bfloat16(), "bool": torch.tensor([True, False, True]), "scalar": torch.tensor(7),
+        "strided": transposed, "complex": torch.randn(4, dtype=torch.complex64),
+    }.items():  # fmt: skip
+        collected.add(tensor, name)
+        box = Box.whole(tuple(tensor.shape))
+        expected = bytes(collected.view(name, box))
+        goal = bytearray(len(expected) + 2)
+        stop = len(expected) - len(expected) // 3
+        collected.copy_to(name, box, 0, stop, memoryview(goal)[1 : 1 + stop])
+        if stop < len(expected):
+            collected.copy_to(name, box, stop, len(expected), memoryview(goal)[1 + stop : -1])
+        collected.finish_copies()
+        assert bytes(goal[1:-1]) == expected and goal[0] == goal[-1] == 0

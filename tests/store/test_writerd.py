@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,23 @@ def test_memory_is_reused_and_only_grows(tmp_path: Path) -> None:
         state = replicated(1, {"w": np.ones((edge, edge))}).state(0, empty=True)
         load_into(tmp_path / save_id(step).directory(), state.targets())
         assert (state.shards[0].array == 1).all()
+
+
+def test_memory_is_pinned_when_it_is_mapped_and_let_go_before_it_changes() -> None:
+    said: list[tuple[str, int]] = []
+
+    def pin(memory: memoryview) -> Callable[[], None]:
+        size_bytes = len(memory)
+        said.append(("pin", size_bytes))
+        return lambda: said.append(("unpin", size_bytes))
+
+    pool = Pool(pin)
+    pool.memory(100)
+    pool.memory(4000)
+    pool.memory(5000)
+    pool.close()
+    pool.close()
+    assert said == [("pin", 4096), ("unpin", 4096), ("pin", 8192), ("unpin", 8192)]
 
 
 def test_orders_outside_the_pool_and_nonsense_in_it_are_refused() -> None:

@@ -7,7 +7,7 @@ how to copy state, how to break collectives, where the optimizer can be hooked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
@@ -147,3 +147,11 @@ class Adapter(Protocol):
 
     def end_rehearsal(self) -> None:
         """Collectives communicate again."""
+
+
+@runtime_checkable
+class PinsMemory(Protocol):
+    """What an adapter may also be: one whose device copies faster into memory that it knows."""
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Make ``memory`` known; returns what undoes it."""

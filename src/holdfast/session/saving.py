@@ -14,13 +14,14 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.base import Adapter, Collected
+from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import SaveId
 from holdfast.core.messages import SaveReported, Settle
 from holdfast.core.page import Phase
@@ -42,6 +43,8 @@ CATALOGUE_TIMEOUT_S = 60.0
 SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SEAL_POLL_S = 0.02
+
+WRITER_THREADS_MAX = 4
 
 Values = Callable[[Collected], dict[str, object]]
 Locals = Callable[[], dict[str, object]]
@@ -87,7 +90,11 @@ class Saver:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[int, int] = {}
         self._planned: tuple[int, Catalogue, Plan] | None = None
-        self._background = BackgroundSaver(self._done)
+        self._background = BackgroundSaver(
+            self._done,
+            threads=writer_threads(),
+            pin=adapter.pin if isinstance(adapter, PinsMemory) else None,
+        )
 
     def start(self) -> None:
         """Begin: the writer thread, the first layout."""
@@ -185,7 +192,8 @@ class Saver:
             return False
         self._background.wait()
         started_s = time.perf_counter()
-        written = write_share(root, save_id, catalogue, made, rank, collected, values, own)
+        threads = writer_threads()
+        written = write_share(root, save_id, catalogue, made, rank, collected, values, own, threads=threads)
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
         self.saved_step = save_id.step
@@ -308,3 +316,9 @@ class Saver:
             log.error("holdfast: step %d was not saved: %s", save_id.step, error)
         else:
             self._done(save_id, written)
+
+
+def writer_threads() -> int:
+    """Extents that one rank hashes and writes at a time: the node's cores, shared by its ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(WRITER_THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))

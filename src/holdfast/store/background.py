@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ from holdfast.store.handover import (
     SaveOutcome,
     StagedPart,
 )
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Catalogue
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.plan import Plan
 from holdfast.store.values import encode_values
 from holdfast.store.writer import TensorSource, Written, part_bytes
@@ -51,6 +51,17 @@ END_TIMEOUT_S = 10.0
 _ALIGNMENT = 64
 
 Done = Callable[[SaveId, Written | HoldfastError], None]
+
+
+@runtime_checkable
+class DeviceSource(TensorSource, Protocol):
+    """A source that copies by itself, straight from where its tensors lie (a GPU)."""
+
+    def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
+        """Begin to copy bytes ``start`` to ``stop`` of one box to ``goal``."""
+
+    def finish_copies(self) -> None:
+        """Return when all that was begun is there."""
 
 
 class Staged(msgspec.Struct, frozen=True):
@@ -231,12 +242,20 @@ class BackgroundSaver:
     ) -> None:
         description = msgspec.msgpack.encode(job)
         memory = self._pool.memory(size_bytes + len(description))
+        device = source if isinstance(source, DeviceSource) else None
         for item, part in zip(plan.items(job.rank), job.parts, strict=True):
-            if part.size_bytes:
-                data = part_bytes(item, source, part.size_bytes // part.part.numel)
-                goal = memory[part.start : part.start + part.size_bytes]
+            if not part.size_bytes:
+                continue
+            item_size_bytes = part.size_bytes // part.part.numel
+            goal = memory[part.start : part.start + part.size_bytes]
+            if device is not None:
+                device.copy_to(item.fqn, item.box, *item.byte_range(item_size_bytes), goal)
+            else:
+                data = part_bytes(item, source, item_size_bytes)
                 # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
                 np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
+        if device is not None:
+            device.finish_copies()
         memory[size_bytes : size_bytes + len(description)] = description
         self._orders += 1
         order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes)

@@ -197,6 +197,22 @@ class TorchAdapter:
         """Number of optimizer state entries."""
         return self.state.size()
 
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Lock pages for copies from a GPU (``adapters.base.PinsMemory``); nothing to do where none is in use."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return lambda: None
+        pointer = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(pointer, len(memory), 0))
+        if code != 0:
+            log.warning(
+                "holdfast: %d bytes cannot be pinned (CUDA error %d): saves copy more slowly",
+                len(memory),
+                code,
+            )
+            return lambda: None
+        return lambda: runtime.cudaHostUnregister(pointer)
+
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch."""
         return self.state.restore(catalogue, values)

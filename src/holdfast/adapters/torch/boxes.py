@@ -183,6 +183,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:
+    """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor to ``goal``, from whatever device."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)[start:stop]
+    torch.frombuffer(goal, dtype=torch.uint8).copy_(flat, non_blocking=True)
+
+
 def is_direct(tensor: torch.Tensor) -> bool:
     """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()

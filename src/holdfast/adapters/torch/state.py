@@ -26,6 +26,7 @@ from holdfast.adapters.torch.boxes import (
     TORCH_DTYPES,
     Part,
     byte_view,
+    copy_bytes,
     global_shape,
     is_direct,
     local_of,
@@ -92,10 +93,22 @@ class Collected:
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """C-contiguous bytes of one box; shares memory with the state where it can."""
+        return byte_view(self._region(fqn, box))
+
+    def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
+        """Begin to copy a part of one box (the store's ``DeviceSource``)."""
+        copy_bytes(self._region(fqn, box), start, stop, goal)
+
+    def finish_copies(self) -> None:
+        """Wait for the device."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+
+    def _region(self, fqn: str, box: Box) -> torch.Tensor:
         part = self.parts(fqn).get(box)
         if part is None:
             raise InternalError(f"this rank does not hold {fqn}{box}")
-        return byte_view(local_of(self.tensors[fqn])[part.where])
+        return local_of(self.tensors[fqn])[part.where]
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """What this rank holds."""
