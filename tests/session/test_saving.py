@@ -62,7 +62,7 @@ def test_one_rank_killed_while_a_save_is_in_flight_loses_nothing(
     assert not processes(tmp_path)
 
 
-def running(where: Path, save_every: int) -> subprocess.Popen[str]:
+def running(where: Path, save_every: int) -> subprocess.Popen[bytes]:
     """A job that saves, until somebody ends it."""
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", "4", JOB, "--result", str(where / "result")]
     return subprocess.Popen(
