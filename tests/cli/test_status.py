@@ -181,6 +181,15 @@ def test_after_the_end(holdfast: Run, made: Made) -> None:
     assert "ended with 75" in text and "run the same command again" in text
 
 
+def test_pages_that_go_while_they_are_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.start(0, 1)
+    watch = Watch(made.directory, made.settings)
+    assert watch.poll().ranks
+    made.directory.remove_pages()
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)  # it was there a moment ago
+    assert watch.poll().ranks == []
+
+
 def test_nobody_left(holdfast: Run, made: Made) -> None:
     made.start(0, 1)
     for page in made.pages:

@@ -292,10 +292,12 @@ class Watch:
         return "exiting" if self.story.exiting else "running"
 
     def _ranks(self) -> list[RankView]:
-        if not self.directory.pages_link.is_dir():
+        try:
+            pages = list(self.directory.pages_link.glob("page-*"))
+        except FileNotFoundError:  # the run ended while we looked
             return []
         found: dict[int, RankView] = {}
-        for path in self.directory.pages_link.glob("page-*"):
+        for path in pages:
             view = _page_view(path)
             if view is not None and view.member_id >= (
                 found[view.rank].member_id if view.rank in found else 0
