@@ -1,0 +1,195 @@
+"""``holdfast doctor``: is this machine fit for a run, and what would a loss cost in this layout."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from holdfast import journal
+from holdfast.cli.find import find_run
+from holdfast.core.page import FILE_SIZE_BYTES
+from holdfast.errors import HoldfastError
+from holdfast.exits import Exit
+from holdfast.runtime.rundir import SHARED_MEMORY
+from holdfast.store.root import Root
+from holdfast.store.tools import holdings
+
+PYTHON_LEAST = (3, 11)
+FILES_LEAST = 4096
+SHARED_LEAST_BYTES = 64 << 20
+PROBE_SIZE_BYTES = 16 << 20
+SLOW_BYTES_PER_S = 50e6
+SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")}
+
+Grade = Literal["good", "poor", "bad"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. ``advice`` says what to change, where something is to be changed."""
+
+    what: str
+    grade: Grade
+    found: str
+    advice: str = ""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option(
+    "--run-dir", "--run_dir", default="runs", help="Directory that holds the runs.", show_default=True
+)
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="A directory for checkpoints to try out.")
+@click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
+def doctor(run: str | None, run_dir: str, checkpoint: Path | None, as_json: bool) -> int:
+    """Look at Python, torch, shared memory, limits and the checkpoint directory.
+
+    Given RUN (an id or a path), also says what the loss of one rank costs in its layout, by its newest checkpoint. The
+    exit code is 3 when something is in the way of a run.
+    """
+    findings = list(examine(checkpoint))
+    if run is not None:
+        directory, _ = find_run(run, run_dir)
+        findings += _losses(directory.journal)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(findings), indent=2))
+    else:
+        for each in findings:
+            sign, colour = SIGNS[each.grade]
+            click.echo(f"{click.style(sign, fg=colour)}  {each.what:16}  {each.found}")
+            if each.advice:
+                click.echo(f"    next: {each.advice}")
+    return Exit.BAD_INPUT if any(each.grade == "bad" for each in findings) else Exit.OK
+
+
+def examine(checkpoint: Path | None) -> Iterator[Finding]:
+    """All looks at this machine, in order."""
+    looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files]
+    for look in looks:
+        yield look()
+    if checkpoint is not None:
+        yield _directory(checkpoint)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < PYTHON_LEAST:
+        return Finding("python", "bad", found, f"use {'.'.join(map(str, PYTHON_LEAST))} or newer")
+    return Finding("python", "good", found)
+
+
+def _torch() -> Finding:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        return Finding(
+            "torch", "poor", f"not there: {error}", "pip install 'holdfast[torch]' (for PyTorch jobs)"
+        )
+    distributed = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        return Finding(
+            "torch", "bad", f"{torch.__version__} without torch.distributed", "install another build"
+        )
+    backends = [name for name in ("gloo", "nccl") if getattr(distributed, f"is_{name}_available")()]
+    devices = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "CPU only"
+    return Finding("torch", "good", f"{torch.__version__}, {' and '.join(backends)}, {devices}")
+
+
+def _groups() -> Finding:
+    try:
+        groups = importlib.import_module("holdfast.adapters.torch.groups")
+        groups.install()
+    except ImportError:
+        return Finding("process groups", "poor", "no torch: nothing to survive in")
+    except HoldfastError as error:
+        return Finding("process groups", "bad", error.message, error.hint)
+    return Finding("process groups", "good", "broken collectives can be left, groups rebuilt")
+
+
+def _shared_memory() -> Finding:
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return Finding(
+            "shared memory", "poor", f"{SHARED_MEMORY} cannot be written: pages go to the run directory"
+        )
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{usage.free >> 20} of {usage.total >> 20} MiB free in {SHARED_MEMORY}"
+    if usage.free < SHARED_LEAST_BYTES:
+        need = (
+            f"{FILE_SIZE_BYTES >> 10} KiB per worker, and a copy of its part of the state while it is saved"
+        )
+        return Finding("shared memory", "bad", found, f"make room ({need}); in a container: --shm-size")
+    return Finding("shared memory", "good", found)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files per process (at most {hard})"
+    if soft < FILES_LEAST:
+        return Finding("file limit", "poor", found, f"ulimit -n {min(FILES_LEAST, hard)}")
+    return Finding("file limit", "good", found)
+
+
+def _directory(path: Path) -> Finding:
+    """Writable, and how fast a file gets to the disk."""
+    probe = path / f".doctor-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        began_s = time.monotonic()
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_SIZE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        took_s = time.monotonic() - began_s
+    except OSError as error:
+        return Finding(
+            "checkpoints", "bad", f"{path}: {error.strerror}", "session(checkpoint=...): another place"
+        )
+    finally:
+        if probe.exists():
+            probe.unlink()
+    speed = PROBE_SIZE_BYTES / took_s
+    found = f"{path}: {speed / 1e6:.0f} MB/s to the disk, {shutil.disk_usage(path).free >> 30} GiB free"
+    if speed < SLOW_BYTES_PER_S:
+        return Finding(
+            "checkpoints", "poor", found, "saves take long here: save_every_s instead of every few steps"
+        )
+    return Finding("checkpoints", "good", found)
+
+
+def _losses(log: Path) -> list[Finding]:
+    """What a run loses with one rank, by its newest valid checkpoint."""
+    roots = [
+        str(e.data["root"]) for e in journal.read(log).events if e.kind == "session_opened" and e.data["root"]
+    ]
+    if not roots:
+        return [Finding("a lost rank", "poor", "costs everything: no session has told where it saves")]
+    findings = [_directory(Path(roots[-1]))]
+    try:
+        newest = Root(roots[-1]).newest_valid().require()
+        found = holdings(Path(newest.path))
+    except HoldfastError as error:
+        what = f"not known before the first checkpoint: {error.message}"
+        return [*findings, Finding("a lost rank", "poor", what)]
+    alone: dict[int, int] = {}
+    for one in found:
+        if len(one.ranks) == 1:
+            alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + 1
+    if not alone:
+        least = min((len(one.ranks) for one in found), default=0)
+        text = f"costs 0 steps: every box of the state has {least} holders or more (step {newest.step})"
+        return [*findings, Finding("a lost rank", "good", text)]
+    worst = max(alone, key=lambda rank: alone[rank])
+    text = (f"costs the steps since the last checkpoint: {len(alone)} ranks hold boxes alone "
+            f"(rank {worst}: {alone[worst]})")  # fmt: skip
+    advice = "replicate (HSDP), or save more often: session(save_every_s=...)"
+    return [*findings, Finding("a lost rank", "poor", text, advice)]

@@ -1,0 +1,50 @@
+"""``holdfast doctor``: what it finds on this machine, what it says of a bad place, what a loss costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import doctor
+from holdfast.exits import Exit
+from holdfast.store.root import Root
+from tests.cli.command import Run
+from tests.cli.test_status import Made
+from tests.store.worlds import pipeline, save, save_id
+
+
+def test_this_machine_is_fit(holdfast: Run, tmp_path: Path) -> None:
+    result = holdfast("doctor", "--checkpoint", str(tmp_path / "ck"), "--json")
+    assert result.returncode == 0, result.stdout
+    found = {each["what"]: each for each in json.loads(result.stdout)}
+    assert found["python"]["grade"] == found["torch"]["grade"] == found["process groups"]["grade"] == "good"
+    assert "MB/s" in found["checkpoints"]["found"] and list((tmp_path / "ck").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = holdfast("doctor", "--checkpoint", str(tmp_path / "file" / "ck"))
+    assert result.returncode == Exit.BAD_INPUT
+    assert "NO  checkpoints" in result.stdout and "next: session(checkpoint=" in result.stdout
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SHARED_LEAST_BYTES", 1 << 60)
+    found = doctor._shared_memory()
+    assert found.grade == "bad" and "--shm-size" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("replicas", "grade", "says"), [(2, "good", "0 steps"), (1, "poor", "hold boxes alone")]
+)
+def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says: str) -> None:
+    made = Made(tmp_path, "it")
+    assert doctor._losses(made.directory.journal)[0].found.startswith("costs everything")
+    root = Root(tmp_path / "ck")
+    made.journal.append("session_opened", {"step": 0, "root": str(root.path), "generation": "1.1"})
+    assert "not known before the first checkpoint" in doctor._losses(made.directory.journal)[1].found
+    save(root.path, pipeline(2, replicas), save_id())
+    _, lost = doctor._losses(made.directory.journal)
+    assert lost.grade == grade and says in lost.found
