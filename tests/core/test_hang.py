@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from holdfast.core.hang import GATHER_S, stragglers
+from holdfast.core.ids import NodeId
 from holdfast.core.messages import (
+    AgentHello,
     CancelTimer,
     Evidence,
     Fence,
     Gather,
     KillMember,
+    MemberStarted,
     Moved,
     Pace,
     Paced,
@@ -21,6 +25,7 @@ from holdfast.core.messages import (
     Stalled,
     StepReached,
     Tick,
+    WorkerHello,
 )
 from tests.core.test_controller import NODE, Job
 
@@ -124,12 +129,43 @@ def test_during_a_recovery_nothing_is_judged() -> None:
     assert job.sent(Gather) == []
 
 
+def test_a_script_without_a_session_is_left_alone() -> None:
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.post(stalled(job))
+    assert job.sent(Gather) == []
+
+
 def test_an_agent_that_does_not_answer_is_left_out() -> None:
     job = Job().up()
     job.post(stalled(job))
     assert SetTimer(name="gather", delay_s=GATHER_S) in job.last
     job.post(Tick(name="gather"))
     assert job.record("hang")["answer"] == "wait"
+
+
+def test_all_nodes_must_stand_still_and_all_are_asked() -> None:
+    job = Job(world_size=2, nnodes=2)
+    nodes = [NodeId("a"), NodeId("b")]
+    for node in nodes:
+        job.post(AgentHello(node_id=node, slots=1, pid=1))
+    for member, node in zip(job.members, nodes, strict=True):
+        job.post(MemberStarted(member_id=member, node_id=node, pid=100 + member))
+        job.post(WorkerHello(member_id=member, generation=job.generation, rank=member - 1, pid=100 + member))
+    job.open(0)
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=1))
+    still = stalled(job)
+    job.post(msgspec.structs.replace(still, node_id=nodes[0]))
+    assert job.sent(Gather) == [], "the other node may be busy"
+    job.post(msgspec.structs.replace(still, node_id=nodes[1]))
+    assert [g.node_id for g in job.sent(Gather)] == nodes
+    found = evidence(job, job.sent(Gather)[0].number, phase="forward")
+    job.post(msgspec.structs.replace(found, node_id=nodes[0], ranks=found.ranks[:1]))
+    assert job.sent(KillMember) == [], "half of the evidence names nobody"
+    job.post(msgspec.structs.replace(found, node_id=nodes[1], ranks=found.ranks[1:]))
+    assert [(k.node_id, k.member_id) for k in job.sent(KillMember)] == [(nodes[1], job.members[1])]
 
 
 PACES = [Pace(0, 30, 0.1), Pace(1, 30, 0.1), Pace(2, 30, 0.25), Pace(3, 30, 0.11)]

@@ -50,6 +50,8 @@ class Hangs:
         """All workers of one node stand still."""
         if event.generation != self.job.roster.generation or self.recovery.phase not in QUIET:
             return
+        if not self.job.session:
+            return  # without a session nothing tells a script that works from one that hangs
         self._stalled[event.node_id] = event
         nodes = {m.node_id for m in self.job.roster.living}
         if self._evidence is not None or self._waits or not nodes or not nodes <= set(self._stalled):
