@@ -27,6 +27,7 @@ from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
 from holdfast.session.session import Session, Settings
 from holdfast.session.step import Step
+from holdfast.store.policy import SaveWhen
 
 __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
 
@@ -76,6 +77,7 @@ def session(
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str = "auto",
     seed: int = 0,
+    save: SaveWhen = None,
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
@@ -88,7 +90,8 @@ def session(
 
     Args:
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
-        checkpoint, resume, seed, save_every_steps, save_every_s, keep, exit_file, grace_s: as ``holdfast.session``.
+        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, exit_file, grace_s:
+            as ``holdfast.session``.
         state: plain values that travel in checkpoints.
         slices: this rank's parts of parameters that ranks share, by parameter name.
 
@@ -101,6 +104,7 @@ def session(
         checkpoint=checkpoint,
         resume=resume,
         seed=seed,
+        save=save,
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,

@@ -22,6 +22,7 @@ from holdfast.errors import UnsupportedError, UsageError
 from holdfast.session.api import configure_logging
 from holdfast.session.session import Session, Settings
 from holdfast.session.step import Step
+from holdfast.store.policy import SaveWhen
 
 __all__ = ["callback", "fit", "session"]
 
@@ -36,6 +37,7 @@ def session(
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str = "auto",
     seed: int = 0,
+    save: SaveWhen = None,
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
@@ -49,7 +51,8 @@ def session(
         model: a built Keras model, made in the strategy's scope.
         optimizer: its optimizer; ``model.optimizer`` by default.
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
-        checkpoint, resume, seed, save_every_steps, save_every_s, keep, exit_file, grace_s: as ``holdfast.session``.
+        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, exit_file, grace_s:
+            as ``holdfast.session``.
         state: plain values that travel in checkpoints.
 
     Raises (when it is entered):
@@ -61,6 +64,7 @@ def session(
         checkpoint=checkpoint,
         resume=resume,
         seed=seed,
+        save=save,
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,

@@ -5,20 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointInvalid, UsageError
 
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
     from holdfast.session.session import Session
-    from holdfast.store.policy import SavePolicy
+    from holdfast.store.policy import SaveWhen
     from holdfast.store.reader import LoadReport
-
-    OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
-    SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
 
 
 def open_session(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Literal
 
 import msgspec
 
@@ -106,6 +107,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 SavePolicy = Callable[[Moment], bool]
 """True when a save is due. Asked at every step, by every rank; one rank is enough, and the vote tells all. While the
 save before is in flight the answer is put off: a policy says yes until the save was made."""
+
+OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
+SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
+"""What ``holdfast.session(save=...)`` takes; see :func:`save_policies`."""
 
 
 class EverySteps(msgspec.Struct, frozen=True):
