@@ -147,15 +147,15 @@ class BackgroundSaver:
         self._done = done
         self._threads = threads
         self._pin = pin
-        self._jobs: SimpleQueue[tuple[SaveId, SaveOrder] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[SaveId, WriterProcess, SaveOrder] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._orders = 0
+        self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
         self._pool = Pool(self._pin)
-        self._writer = WriterProcess(self._pool.fd)
         self._thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
         self._thread.start()
         return self
@@ -172,8 +172,8 @@ class BackgroundSaver:
 
     @property
     def writer_pid(self) -> int:
-        """The writer process (another one after it was killed)."""
-        return self._writer.pid
+        """The writer process (another one after it was killed); 0 before the first save."""
+        return 0 if self._writer is None else self._writer.pid
 
     @property
     def pool_size_bytes(self) -> int:
@@ -190,7 +190,8 @@ class BackgroundSaver:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
-            self._writer.end()
+            if self._writer is not None:
+                self._writer.end()
             self._pool.close()
 
     def save(
@@ -259,30 +260,32 @@ class BackgroundSaver:
         memory[size_bytes : size_bytes + len(description)] = description
         self._orders += 1
         order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes)
+        if self._writer is None:
+            self._writer = WriterProcess(self._pool.fd)
         self._writer.tell(order)
-        self._jobs.put((save_id, order))
+        self._jobs.put((save_id, self._writer, order))
 
     # ------------------------------------------------------------ watching thread
 
     def _watch(self) -> None:
         while (job := self._jobs.get()) is not None:
-            save_id, order = job
+            save_id, writer, order = job
             try:
-                self._done(save_id, self._result(order))
+                self._done(save_id, self._result(writer, order))
             finally:
                 self._idle.set()
 
-    def _result(self, order: SaveOrder) -> Written | HoldfastError:
+    def _result(self, writer: WriterProcess, order: SaveOrder) -> Written | HoldfastError:
         """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
         how: list[str] = []
         for number in range(WRITERS_MAX):
             if number > 0:
-                self._writer.tell(order)
-            outcome = self._writer.answer(order.number)
+                writer.tell(order)
+            outcome = writer.answer(order.number)
             if outcome is not None:
                 return outcome.result()
-            how.append(self._writer.end())
-            self._writer = WriterProcess(self._pool.fd)
+            how.append(writer.end())
+            writer = self._writer = WriterProcess(self._pool.fd)
         return StoreWriteError(
             f"the checkpoint is not written: {len(how)} writer processes ended one after the other ({', '.join(how)})",
             hint="see the log of this rank; was the machine out of memory?",
