@@ -36,19 +36,20 @@ class Network(nn.Cell):
 
 
 class Lose(ms.train.Callback):
-    """Kills this worker at a step, in its first life."""
+    """Kills this worker at a step, unless its life began there."""
 
     def __init__(self, spec: str, rank: int) -> None:
         super().__init__()
         lost, _, step = spec.partition("@")
         self.step = int(step) if spec and int(lost) == rank else -1
 
+    def on_train_begin(self, run_context: ms.train.RunContext) -> None:
+        """Note where this life begins."""
+        self.began = run_context.original_args().cur_step_num
+
     def on_train_step_begin(self, run_context: ms.train.RunContext) -> None:
         """The fault."""
-        if (
-            run_context.original_args().cur_step_num == self.step
-            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        ):
+        if run_context.original_args().cur_step_num == self.step > self.began + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

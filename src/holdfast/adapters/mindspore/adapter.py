@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,7 @@ class MindSporeAdapter:
         check_supported()
         self.rank, self.world_size = place()
         self._seed = seed
+        self._cell = cell
         self._host = _gate_place(cell)
         self._before = self._host.grad_reducer
         self._redo = redo
@@ -112,13 +114,30 @@ class MindSporeAdapter:
         self._lines().on_fault = on_fault
         self._lines().on_collective = on_collective
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
+        self._announce_compiling()
 
     def detach(self) -> None:
         """Close the connections. A compiled graph keeps its gate, which refuses from now on."""
         self._hooks = None
         self._host.grad_reducer = self._before
+        self._cell.__dict__.pop("compile", None)
         if self._mesh is not None:
             self._mesh.close()
+
+    def _announce_compiling(self) -> None:
+        """MindSpore compiles at the first call and again for each new shape: no progress meanwhile, and no hang."""
+        client, compile_cell = Client.current(), self._cell.compile
+        if client is None:
+            return
+
+        def announced(*arguments: Any, **options: Any) -> Any:
+            client.compiling(True)
+            try:
+                return compile_cell(*arguments, **options)
+            finally:
+                client.compiling(False)
+
+        self._cell.__dict__["compile"] = announced
 
     def is_fault(self, error: BaseException) -> bool:
         """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
@@ -161,13 +180,21 @@ class MindSporeAdapter:
             if not self._buffer_numel:
                 return vector
             mine = vector[gradients:] if self.rank == 0 else np.zeros_like(vector[gradients:])
-            return np.concatenate([vector[:gradients], self.mesh.sum(mine)])
+            return np.concatenate([vector[:gradients], self._sum(mine)])
         mine = vector
         if self._buffer_numel and self.rank != 0:
             mine = vector.copy()
             mine[gradients:] = 0
-        total = self.mesh.sum(mine)
+        total = self._sum(mine)
         total[:gradients] /= self.world_size
+        return total
+
+    def _sum(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """Over all ranks. Raises: PeerLost."""
+        since_ns = time.monotonic_ns()
+        total = self.mesh.sum(vector)
+        if self._hooks is not None:
+            self._hooks.waited(since_ns, time.monotonic_ns())
         return total
 
     # ------------------------------------------------------------------ state

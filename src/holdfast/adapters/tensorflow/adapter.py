@@ -139,8 +139,13 @@ class TensorFlowAdapter:
     def feed(self, loader: Any) -> Feed:
         """Batches of a ``tf.data.Dataset`` that is not distributed yet. Raises: UsageError."""
         if self._strategy is None:
-            return DatasetFeed(loader, lambda dataset: dataset)
-        return DatasetFeed(loader, self._strategy.experimental_distribute_dataset)
+            return DatasetFeed(loader, lambda dataset: dataset, self._traces)
+        return DatasetFeed(loader, self._strategy.experimental_distribute_dataset, self._traces)
+
+    def _traces(self) -> None:
+        """The coming step is slow: ``tf.function`` meets new shapes."""
+        if (client := Client.current()) is not None:
+            client.compiling(True)
 
     # ------------------------------------------------------------------ step
 
@@ -163,6 +168,8 @@ class TensorFlowAdapter:
 
     def prepare_vote(self) -> None:
         """What each worker keeps for itself becomes rank 0's. Raises: PeerLost."""
+        if (client := Client.current()) is not None:
+            client.compiling(False)
         self._shared = {}
         for fqn, array in self.state.read(self.state.local).items():
             mine = array.reshape(-1) if self.rank == 0 else np.zeros(array.size, array.dtype)

@@ -15,9 +15,15 @@ Source = Any
 
 
 class DatasetFeed:
-    """See :class:`holdfast.adapters.base.Feed`. ``distribute`` makes the batches of this worker out of a dataset."""
+    """See :class:`holdfast.adapters.base.Feed`.
 
-    def __init__(self, source: Source, distribute: Callable[[Any], Any]) -> None:
+    Args:
+        source: batches of the whole job.
+        distribute: makes the batches of this worker out of a dataset.
+        on_new: called when a batch has shapes that were not seen before: functions will be traced anew.
+    """
+
+    def __init__(self, source: Source, distribute: Callable[[Any], Any], on_new: Callable[[], None]) -> None:
         if not (isinstance(source, tf.data.Dataset) or callable(source)):
             raise UsageError(
                 f"the loader is a {type(source).__name__}, not a tf.data.Dataset",
@@ -29,6 +35,8 @@ class DatasetFeed:
         self._distribute = distribute
         self._batch = 0
         self._iterator: Any = None
+        self._on_new = on_new
+        self._seen: set[tuple[str, ...]] = set()
 
     def place(self) -> Mapping[str, int]:
         """Epoch and batches drawn in it."""
@@ -59,6 +67,10 @@ class DatasetFeed:
                 self.epoch, self._batch, self._iterator = self.epoch + 1, 0, None
                 continue
             self._batch += 1
+            shapes = tuple(str(part.shape) for part in tf.nest.flatten(batch, expand_composites=True))
+            if shapes not in self._seen:
+                self._seen.add(shapes)
+                self._on_new()
             return batch
         raise StopIteration
 
