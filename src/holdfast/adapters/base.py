@@ -92,7 +92,7 @@ class Adapter(Protocol):
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """``error``, raised inside a block, is the framework's way to say that a peer is lost."""
+        """``error``, raised in a session, is the framework's way to say that a peer is lost."""
 
     # ---- state
     def collect(self, *, frozen: bool = False) -> Collected:

@@ -41,7 +41,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.page import Flag, Word
+from holdfast.core.page import Word
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
@@ -163,11 +163,6 @@ class Client:
             raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
         self._outbox.append(message)
         self._wake()
-
-    def compiling(self, on: bool) -> None:
-        """Show on the page that a graph is being compiled: long stillness is no hang then."""
-        flags = self.page[Word.FLAGS]
-        self.page[Word.FLAGS] = flags | Flag.COMPILING if on else flags & ~Flag.COMPILING
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
         """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""

@@ -446,7 +446,8 @@ class Session:
         """An exception leaves the session: what can be kept of the last committed step is kept."""
         rank = self._rank
         state = rank.fail()
-        if self._client is not None and (self._adapter.poisoned or rank.fenced):
+        broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
+        if self._client is not None and broken:
             what = error.message if isinstance(error, HoldfastError) else str(error)
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
             rank.await_leave()

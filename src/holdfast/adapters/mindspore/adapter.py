@@ -126,16 +126,15 @@ class MindSporeAdapter:
 
     def _announce_compiling(self) -> None:
         """MindSpore compiles at the first call and again for each new shape: no progress meanwhile, and no hang."""
-        client, compile_cell = Client.current(), self._cell.compile
-        if client is None:
-            return
+        compile_cell, hooks = self._cell.compile, self._hooks
+        assert hooks is not None
 
         def announced(*arguments: Any, **options: Any) -> Any:
-            client.compiling(True)
+            hooks.compiling(True)
             try:
                 return compile_cell(*arguments, **options)
             finally:
-                client.compiling(False)
+                hooks.compiling(False)
 
         self._cell.__dict__["compile"] = announced
 

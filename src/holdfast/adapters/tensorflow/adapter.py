@@ -63,6 +63,7 @@ class TensorFlowAdapter:
             optimizer.build(model.trainable_variables)
         self.state = TensorFlowState(model, optimizer, extras)
         self._mesh: Mesh | None = None
+        self._hooks: Hooks | None = None
         self._shared: dict[str, NDArray[Any]] = {}
 
     # ------------------------------------------------------------------ hooks
@@ -97,11 +98,13 @@ class TensorFlowAdapter:
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
     ) -> None:
         """Nothing of TensorFlow's is hooked: the step votes at its end."""
+        self._hooks = hooks
         self._lines().on_fault = on_fault
         self._lines().on_collective = on_collective
 
     def detach(self) -> None:
         """Close the connections."""
+        self._hooks = None
         if self._mesh is not None:
             self._mesh.close()
 
@@ -144,8 +147,8 @@ class TensorFlowAdapter:
 
     def _traces(self) -> None:
         """The coming step is slow: ``tf.function`` meets new shapes."""
-        if (client := Client.current()) is not None:
-            client.compiling(True)
+        if self._hooks is not None:
+            self._hooks.compiling(True)
 
     # ------------------------------------------------------------------ step
 
@@ -168,8 +171,8 @@ class TensorFlowAdapter:
 
     def prepare_vote(self) -> None:
         """What each worker keeps for itself becomes rank 0's. Raises: PeerLost."""
-        if (client := Client.current()) is not None:
-            client.compiling(False)
+        if self._hooks is not None:
+            self._hooks.compiling(False)
         self._shared = {}
         for fqn, array in self.state.read(self.state.local).items():
             mine = array.reshape(-1) if self.rank == 0 else np.zeros(array.size, array.dtype)
