@@ -16,7 +16,7 @@ from holdfast.sim.world import SimResult, run_sim
 
 SEEDS = 200
 SIZES = (4, 4, 4, 6, 8, 8, 12, 16)
-LARGE = (32, 64)
+LARGE = (32, 64, 128, 256, 512, 1024)
 EXPECTED = {
     Exit.OK,
     Exit.FAILED,  # the process died after training was done

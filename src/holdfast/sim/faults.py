@@ -29,7 +29,7 @@ WORKER_KINDS: tuple[FaultKind, ...] = ("kill", "exit", "raise", "stop", "glitch"
 STATES: tuple[RankState, ...] = ("starting", "ready", "compute", "voting", "updating", "in_doubt", "aborted")
 
 
-class SimFault(msgspec.Struct, frozen=True, kw_only=True):
+class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From ``at_s`` (virtual seconds) on, as soon as ``rank`` is in ``state`` (empty: any), plus
     ``delay_s``."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.sim.checks import Violation
 from holdfast.sim.elections import ElectionSearch
-from holdfast.sim.faults import random_faults
+from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.search import search
 from holdfast.sim.world import run_sim
 
@@ -30,15 +30,20 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     violations: tuple[str, ...]
 
 
+def faults_of(ranks: int, seed: int) -> tuple[SimFault, ...]:
+    """One to four random faults, the same for the same seed."""
+    rng = random.Random(seed)
+    return random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX))
+
+
 def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths: int = 2) -> Summary:
     """Simulate one run per seed with one to four random faults, and search one step and two elections exhaustively."""
     events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0
     violations: list[str] = []
     for seed in seeds:
-        rng = random.Random(seed)
         try:
-            result = run_sim(ranks, seed, random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX)))
+            result = run_sim(ranks, seed, faults_of(ranks, seed))
         except Violation as violation:
             violations.append(f"seed {seed}: {violation}"[:500])
             continue
