@@ -58,9 +58,9 @@ def main() -> None:
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     pieces = text.long().unfold(0, CONTEXT + 1, CONTEXT)
     loader = DataLoader(pieces, 8, sampler=DistributedSampler(pieces))
-    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     with holdfast.session(model=net, optimizer=optimizer, scheduler=schedule) as s:  # + Holdfast
+        first_life = s.step == 0
         for step in s.steps(loader, until=given.steps):  # + Holdfast
             with step as batch:  # + Holdfast
                 loss = net(batch)

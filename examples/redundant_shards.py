@@ -35,9 +35,9 @@ def main() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     with holdfast.session(model=net, optimizer=optimizer) as s:  # + Holdfast
+        first_life = s.step == 0
         for step in s.steps(until=given.steps):  # + Holdfast
             with step:  # + Holdfast
                 source = torch.randn(4, 8, 32)  # seeded by (rank, step): the same again after a restart

@@ -97,8 +97,12 @@ def _shielded(state: Fabric) -> Iterator[None]:
         state.shield(False)
 
 
-def abort_and_retry(line: Line, kind: str, where: str, how: str, healed: bool = True) -> str:
+def abort_and_retry(
+    line: Line, kind: str, where: str, how: str, healed: bool = True, early: bool = False
+) -> str:
     """Train; abort step 3 ``where`` (forward, backward or "" = never) by ``how`` (raise, poison, both).
+
+    ``early``: heal once before the first forward, as a rank does whose first step was fenced, or that joins a job.
 
     Returns: digest of the weights.
     """
@@ -106,6 +110,8 @@ def abort_and_retry(line: Line, kind: str, where: str, how: str, healed: bool = 
     state = fabric()
     model, bomb = _build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if early:
+        heal(model)
 
     def act() -> None:
         if how in ("poison", "both"):

@@ -22,6 +22,12 @@ def test_weights_after_an_abort_equal_those_of_an_undisturbed_run(worlds: Worlds
             assert disturbed == undisturbed, (where, how)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_is_nothing_to_heal_before_the_first_forward(worlds: Worlds, kind: str) -> None:
+    undisturbed = worlds.values(aborts.abort_and_retry, kind=kind, where="", how="raise")
+    assert worlds.values(aborts.abort_and_retry, kind=kind, where="", how="raise", early=True) == undisturbed
+
+
 def test_without_healing_fsdp2_goes_on_with_other_weights(worlds: Worlds) -> None:
     """Why heal exists; should torch cure this, the recipe can go."""
     undisturbed = worlds.values(aborts.abort_and_retry, kind="fsdp2", where="", how="raise")

@@ -85,6 +85,8 @@ def _heal_sharded(modules: Sequence[FSDPModule]) -> None:
             _heal_param_group(group)
         module.reshard()
     for state in states:
+        if state._is_root is None:  # before its first forward there is nothing to forget
+            continue
         state._comm_ctx.post_forward_order.clear()
         state._comm_ctx.all_gather_state = None
         state._comm_ctx.reduce_scatter_states.clear()
