@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 from holdfast.core.decision import Decided, Report, decide
@@ -75,6 +76,12 @@ CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 
 OWN_DOING = frozenset({"exception", "hang", "silent"})
 """Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
+
+
+def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
+    """True when ``rank`` is one of ``ranks``, which are sorted: a job may have many."""
+    place = bisect_left(ranks, rank)
+    return place < len(ranks) and ranks[place] == rank
 
 
 class Recovery:
@@ -457,10 +464,10 @@ class Recovery:
                 self._dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
             return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=self._dead)
         if self.phase in ("saving", "retrying"):
-            if self.decided is None or member.rank not in self.decided.sources:
+            if self.decided is None or not stands_in(self.decided.sources, member.rank):
                 return None
             order = self._order
-            save = order if order is not None and member.rank in order.sources else None
+            save = order if order is not None and stands_in(order.sources, member.rank) else None
             return Settle(member_id=who, generation=generation, step=job.step, save=save, then=self._then)
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step)
