@@ -72,6 +72,15 @@ def test_collectives_are_compared_only_where_all_ranks_have_the_same_number() ->
     assert blame([*stages[:3], seen(3, "forward:20:2", usual_sequence=4, cpu=0.9)]).ranks == (3,)
 
 
+def test_of_several_at_one_place_only_those_that_compute_are_killed() -> None:
+    """A shard group waits for one of its own: nothing but a fence tells which."""
+    group = [seen(0), seen(1), seen(2, "forward:20:1"), seen(3, "forward:20:1")]
+    found = blame(group)
+    assert (found.answer, found.ranks) == ("retry", ()) and "one of ranks 2, 3" in found.reason
+    assert blame([*group[:3], seen(3, "forward:20:1", process="R", cpu=0.9)]).ranks == (3,)
+    assert blame([*group[:2], *(seen(r, "forward:20:1", process="T") for r in (2, 3))]).ranks == (2, 3)
+
+
 def test_a_majority_is_never_killed() -> None:
     for behind in range(1, 8):
         evidence = [seen(r, "forward:20:0" if r < behind else "vote:20:4") for r in range(8)]

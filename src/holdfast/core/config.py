@@ -39,7 +39,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     kill_s: float = 30.0  # a killed process that still exists after this is given up
     term_grace_s: float = 10.0  # SIGTERM before SIGKILL, for scripts without a session
     grace_s: float = 300.0  # deadline of a graceful exit that a worker asked for
-    patience_s: float = 600.0  # a job in which nobody is to blame for standing still is fenced after this
+    patience_s: float = 1800.0  # a job in which nobody is to blame for standing still is fenced after this
     replace_slower_than: float = 0.0  # a rank whose steps take so many times as long as the others'; 0: never
 
 

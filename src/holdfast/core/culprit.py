@@ -8,7 +8,7 @@ by a fence and try again.
 
 Invariants:
 1. Nobody is named without a reason that can be checked by hand against the evidence.
-2. A majority is never killed: the odd ones out are.
+2. Several ranks at one place are not killed together unless each is guilty by itself; a majority never is.
 """
 
 from __future__ import annotations
@@ -101,17 +101,27 @@ def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
     order = sorted(set(places.values()))
     behind = [e for e in seen if places[e.rank] == order[0]]
     ahead = [e for e in seen if places[e.rank] == order[-1]]
-    others = len(seen) - len(behind)
     if 2 * len(behind) <= len(seen):
+        odd, others = behind, len(seen) - len(behind)
         rest = "the other" if others == 1 else f"{others} others"
         reason = f"it is in {where(behind[0])}, {rest} got to {where(ahead[0])}"
         if behind[0].phase == "loading":
             reason = f"it waits for its data loader: {reason}"
-        sure: Confidence = "certain" if len(behind) == 1 and len(order) == 2 else "likely"
-        return Blame(answer="kill", ranks=_ranks(behind), confidence=sure, reason=reason)
-    others = len(seen) - len(ahead)
-    reason = f"it went on to {where(ahead[0])}, {others} others wait in {where(behind[0])}"
-    return Blame(answer="kill", ranks=_ranks(ahead), confidence="likely", reason=reason)
+        sure: Confidence = "certain" if len(order) == 2 else "likely"
+    else:
+        odd, sure = ahead, "likely"
+        reason = (
+            f"it went on to {where(ahead[0])}, {len(seen) - len(ahead)} others wait in {where(behind[0])}"
+        )
+    if len(odd) == 1:
+        return Blame(answer="kill", ranks=_ranks(odd), confidence=sure, reason=reason)
+    busy = [e for e in odd if _computes(e)]
+    if busy:
+        return Blame(
+            answer="kill", ranks=_ranks(busy), confidence="likely", reason=f"{reason}, and it computes"
+        )
+    # One of them holds up the others of its own group, and nothing tells which: a fence frees those that only wait.
+    return Blame(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
 
 
 def _by_work(seen: Sequence[RankEvidence]) -> Blame | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from holdfast.core.culprit import Blame, blame, where
+from holdfast.core.culprit import PLACE, Blame, blame, where
 from holdfast.core.fault import Fault
 from holdfast.core.ids import NodeId
 from holdfast.core.job import Field, Job
@@ -114,8 +114,9 @@ class Hangs:
             self._forget()
             return
         members = {m.rank: m for m in self.job.roster.living}
-        ranks = sorted((e for event in found.values() for e in event.ranks), key=lambda e: e.rank)
-        verdict = blame([e for e in ranks if e.rank in members and members[e.rank].member_id == e.member_id])
+        told = sorted((e for event in found.values() for e in event.ranks), key=lambda e: e.rank)
+        ranks = [e for e in told if e.rank in members and members[e.rank].member_id == e.member_id]
+        verdict = blame(ranks)
         still_s = min((e.idle_s for e in ranks), default=0.0)
         if verdict.answer == "wait" and still_s >= self.job.config.patience_s:
             verdict = Blame(answer="retry", reason=f"{verdict.reason}, for {still_s:.0f} s")
@@ -134,9 +135,9 @@ class Hangs:
                     member.hung_in = next(e.where or e.phase for e in ranks if e.rank == rank)
                 self.job.kill(member, f"hangs: {verdict.reason}")
         else:
-            first = members[min(members)]
-            fault = Fault.of(first, "hang", f"hangs with all others: {verdict.reason}", now)
-            fault.at_s = since_s
+            first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
+            fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
+            fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
             self.recovery.fault(now, fault)
 
     # ---------------------------------------------------------------- stragglers

@@ -104,12 +104,15 @@ class Injector:
                 return
 
     def _wait_recovered(self, since_s: float) -> bool:
-        while not any(event.t_mono > since_s for event in self.run.all_of("resumed")):
-            self.run.poll()
+        while not self._resumed(since_s):
             if self.run.ended:
                 return False
             time.sleep(0.01)
         return True
+
+    def _resumed(self, since_s: float) -> bool:
+        self.run.poll()
+        return any(event.t_mono > since_s for event in self.run.all_of("resumed"))
 
     def _wait_workers(self) -> dict[int, Seen] | None:
         """All workers of the run, alive and beyond their start."""
@@ -230,6 +233,8 @@ class Injector:
     ) -> Injected:
         deadline_s = time.monotonic() + (HANG_S_MAX if fault.kind in HANGS else GONE_S_MAX)
         while fault.kind != "exception" and alive(victims[0].pid) and time.monotonic() < deadline_s:
+            if fault.kind in HANGS and self._resumed(moment_ns / 1e9):
+                break  # freed, and not killed
             time.sleep(POLL_S)
         step, phase = page.state()
         return Injected(

@@ -85,7 +85,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         restart_window_s=settings.restart_window_s,
         quiesce_s=settings.quiesce_s,
         grace_s=settings.grace_s,
-        patience_s=settings.hang_start_s / 3,
+        patience_s=settings.hang_start_s,
         replace_slower_than=settings.replace_slower_than,
     )
     if not settings.several:
