@@ -158,8 +158,7 @@ class Job:
 
     def start_again(self, members: Sequence[Member]) -> None:
         """Tell the agents to start these seated members; an order for one that exists is ignored there."""
-        first = self.roster.members[0].node_id
-        host, port = self.hosts.get(first, ("", 0))
+        host, port = self.hosts.get(self.roster.members[0].node_id, ("", 0))
         for node in sorted({m.node_id for m in members}, key=node_order):
             here = tuple(Assignment(m.member_id, m.rank, m.local_rank) for m in members if m.node_id == node)
             order = StartMembers(
@@ -170,7 +169,7 @@ class Job:
                 members=here,
                 resume=self._resume,
                 restart_count=self.attempts - 1,
-                kv_node=first if host else "",
+                kv_node=self.kv_node,
                 master_host=host,
                 master_port=port,
             )
@@ -183,6 +182,12 @@ class Job:
         self.record("stood_down", reason=reason, term=self.config.term)
         self._out.append(StandDown(reason=reason))
         self.ended = True
+
+    @property
+    def kv_node(self) -> str:
+        """Whose agent owns the key space of the generation: that of rank 0; empty on one node."""
+        first = self.roster.members[0].node_id
+        return first if first in self.hosts else ""
 
     def finish(self, code: Exit, reason: str) -> None:
         """End the run: nothing is issued after this."""

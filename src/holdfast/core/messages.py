@@ -188,6 +188,7 @@ class Resume(Message, frozen=True):
     member_id: MemberId
     generation: Generation
     step: int
+    kv_node: str = ""  # as in StartMembers; agents read it on the way
 
 
 class Leave(Message, frozen=True):

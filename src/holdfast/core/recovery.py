@@ -470,7 +470,7 @@ class Recovery:
             save = order if order is not None and stands_in(order.sources, member.rank) else None
             return Settle(member_id=who, generation=generation, step=job.step, save=save, then=self._then)
         if self.phase == "resuming" and self._in_place:
-            return Resume(member_id=who, generation=generation, step=job.step)
+            return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
         if self.phase == "leaving":
             code = self.final[0] if self.final else Exit.RESTART
             return Leave(member_id=who, generation=generation, code=int(code), reason=self._reason)

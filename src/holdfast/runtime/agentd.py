@@ -38,6 +38,7 @@ from holdfast.core.messages import (
     MemberStarted,
     RankState,
     RestartController,
+    Resume,
     Send,
     SessionOpened,
     StartMembers,
@@ -271,6 +272,9 @@ class AgentDaemon:
         self._forwarded[member_id, request.request_id] = forward
         self._council.peers.send(self._kv_node, forward)
 
+    def _home_keys(self, node_id: str) -> None:
+        self._kv_node = NodeId(node_id) if node_id not in ("", self._node_id) else None
+
     def _serve_kv(self, member_id: MemberId, request: KvRequest) -> None:
         self._answer(self._kv.request(time.monotonic(), member_id, request))
         if request.op == "wait":
@@ -399,6 +403,8 @@ class AgentDaemon:
             if isinstance(message, Ack) and self._askers:
                 self._askers.popleft().send(message)
         else:
+            if isinstance(message, Resume):
+                self._home_keys(message.kv_node)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
             if (
                 channel is not None
@@ -432,7 +438,7 @@ class AgentDaemon:
 
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation."""
-        self._kv_node = NodeId(order.kv_node) if order.kv_node not in ("", self._node_id) else None
+        self._home_keys(order.kv_node)
         port = order.master_port or self._settings.master_port or free_port()
         for assignment in order.members:
             self._procs.start(
