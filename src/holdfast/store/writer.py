@@ -25,6 +25,7 @@ from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, StateError, StoreError, StoreWriteError
 from holdfast.store import manifest as form
 from holdfast.store.codec import dcp_metadata, encode_header
+from holdfast.store.direct import DirectFile
 from holdfast.store.files import Directory, write_at
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, RankManifest
@@ -60,6 +61,7 @@ def write_share(
     locals_: Mapping[int, object],
     *,
     threads: int = 1,
+    direct: bool = False,
 ) -> Written:
     """Write what ``plan`` gives to ``rank`` below ``root``, durably, and seal the checkpoint when it is complete.
 
@@ -69,6 +71,8 @@ def write_share(
         values: plain values common to all ranks (see ``values.py``).
         locals_: plain values of single ranks: this one's, and those of the dead that it speaks for.
         threads: extents hashed and written at the same time.
+        direct: past the page cache: less work for a busy machine, but who reads it back soon reads from the disk.
+            With several threads, or where the file system cannot, it means nothing.
 
     Raises:
         StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
@@ -84,7 +88,7 @@ def write_share(
         if not directory.lock(shared=True):
             raise StoreWriteError(f"{directory.path} is being removed")
         _put_catalogue(directory, catalogue, rank)
-        share = _Share(directory, save_id, catalogue, source, rank, threads)
+        share = _Share(directory, save_id, catalogue, source, rank, threads, direct and threads == 1)
         done = directory.exists(form.rank_name(rank))
         groups = _files(plan.items(rank), catalogue)
         files, records = share.measure(groups) if done else share.write(groups)
@@ -136,6 +140,7 @@ class _Share:
         source: TensorSource,
         rank: int,
         threads: int,
+        direct: bool,
     ) -> None:
         self.directory = directory
         self.save_name = save_id.directory()
@@ -143,6 +148,7 @@ class _Share:
         self.source = source
         self.rank = rank
         self.threads = threads
+        self.direct = direct
 
     def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
         """Write one file per group; returns what the manifest says about them."""
@@ -152,6 +158,11 @@ class _Share:
             name = form.shard_name(self.rank, index)
             path = self.directory.path / name
             with self.directory.temporary(name, f"r{self.rank:05d}") as fd:
+                if self.direct:
+                    file = DirectFile(fd, path)
+                    self._pass_over(index, items, file.put, files, records)
+                    file.finish()
+                    continue
 
                 def put(offset: int, data: memoryview, fd: int = fd, path: Path = path) -> None:
                     write_at(fd, offset, data, path)

@@ -45,6 +45,7 @@ def run_job(job: SaveJob, pool: PoolReader) -> Written:
         values,
         {rank: decode_values(data, f"locals of rank {rank}") for rank, data in job.locals_.items()},
         threads=job.threads,
+        direct=True,
     )
 
 
