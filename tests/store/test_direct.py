@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import resource
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.ids import SaveId
-from holdfast.errors import InternalError
+from holdfast.errors import InternalError, StoreWriteError
 from holdfast.store.direct import BUFFER_SIZE_BYTES, DirectFile
 from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
@@ -83,3 +87,44 @@ def test_a_share_written_directly_is_the_same_file(place: Path) -> None:
         world.check(state)
         contents.append({f.name: f.read_bytes() for f in Path(found.path).iterdir()})
     assert contents[0] == contents[1]
+
+
+def test_a_limit_in_the_middle_is_a_typed_error(place: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    fd = os.open(place / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BUFFER_SIZE_BYTES + 5000, before[1]))
+        file = DirectFile(fd, place / "file")
+        with pytest.raises(StoreWriteError, match="File too large"):
+            file.put(0, memoryview(bytes(3 * BUFFER_SIZE_BYTES)))
+    finally:
+        os.close(fd)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_system_that_takes_no_direct_write_after_all_gets_buffered_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third direct write is refused for its alignment; nothing is lost or written twice."""
+    real, calls = os.pwrite, 0
+
+    def refusing(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls >= 3 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    data = os.urandom(4 * BUFFER_SIZE_BYTES + 77)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        file, step = DirectFile(fd, tmp_path / "file"), 1_000_001
+        for offset in range(0, len(data), step):
+            file.put(offset, memoryview(data)[offset : offset + step])
+        file.finish()
+    finally:
+        os.close(fd)
+    assert (tmp_path / "file").read_bytes() == data and not file.direct
