@@ -93,6 +93,7 @@ class Chaos:
             self._finish()
         finally:
             end(self._launcher, self._run.directory)
+            RunDir(self._run.directory).remove_pages()
 
     def undisturbed(self) -> None:
         """Only let it end."""
@@ -152,6 +153,7 @@ class Chaos:
         while self._run.workers() and time.monotonic() < until_s:
             time.sleep(POLL_S)
         end(self._launcher, place)
+        RunDir(place).remove_pages()  # with agent and launcher gone nobody else does
         self._start()
 
     def _hit(self, victims: Sequence[str]) -> bool:
