@@ -11,8 +11,12 @@ from holdfast.cli import doctor
 from holdfast.exits import Exit
 from holdfast.store.root import Root
 from tests.cli.command import Run
-from tests.cli.test_status import Made
+from tests.cli.test_status import Made, swept
 from tests.store.worlds import pipeline, save, save_id
+
+__all__ = ["swept"]
+
+pytestmark = pytest.mark.usefixtures("swept")
 
 
 def test_this_machine_is_fit(holdfast: Run, tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from holdfast.cli.postmortem import Report, reports_of, text, write
 from holdfast.journal import Value, read
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
-from tests.cli.test_status import TIMES, Made
+from tests.cli.test_status import TIMES, Made, swept
 
-__all__ = ["script"]  # the training script of test_run
+__all__ = ["script", "swept"]  # the training script of test_run
+
+pytestmark = pytest.mark.usefixtures("swept")
 
 SCREEN_LINES = 45
 HANG: dict[str, Value] = {

@@ -96,6 +96,14 @@ class Made:
 
 
 @pytest.fixture
+def swept(tmp_path: Path) -> Iterator[None]:
+    """The status pages of every run below ``tmp_path`` are removed at the end."""
+    yield
+    for settings in tmp_path.rglob("run.json"):
+        RunDir(settings.parent).remove_pages()
+
+
+@pytest.fixture
 def made(tmp_path: Path) -> Iterator[Made]:
     run = Made(tmp_path, "alpha-1")
     yield run
