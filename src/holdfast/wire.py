@@ -21,8 +21,57 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION, WireMessage
+from holdfast.core import messages as m
+from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
+
+WireMessage = (
+    m.WorkerHello
+    | m.SessionOpened
+    | m.LayoutPublished
+    | m.FaultSeen
+    | m.WorkerFailed
+    | m.Settled
+    | m.SaveReported
+    | m.StateOffered
+    | m.JoinAsked
+    | m.Joined
+    | m.StepReached
+    | m.ExitAsked
+    | m.ExitAgreed
+    | m.Finished
+    | m.Fence
+    | m.Settle
+    | m.Receive
+    | m.Resume
+    | m.Leave
+    | m.Release
+    | m.ExitOrder
+    | m.Catalogued
+    | m.AgentHello
+    | m.AgentBeat
+    | m.MemberStarted
+    | m.MemberExited
+    | m.StartMembers
+    | m.KillMember
+    | m.Stalled
+    | m.Moved
+    | m.Gather
+    | m.Evidence
+    | m.Paced
+    | m.EndRun
+    | m.ExitRun
+    | m.StopRun
+    | m.Ack
+    | m.KvRequest
+    | m.KvReply
+    | m.ControllerBeat
+    | m.MirrorFrom
+    | m.Mirror
+    | m.Rolled
+    | m.VotersAre
+)
+"""All that may travel; the decoder accepts nothing else."""
 
 GREETING_SIZE_BYTES_MAX = 1024
 NONCE_SIZE_BYTES = 32

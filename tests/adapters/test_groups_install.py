@@ -39,6 +39,7 @@ class LocalClient:
     generation = Generation(1, 1)
     rank = 0
     world_size = 1
+    joining = False
     shared: Path | None = None
 
     def __init__(self, server: KvServer) -> None:

@@ -85,6 +85,7 @@ class Line:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
+        self.joining = False
         self.shared: Path | None = None  # set by a scenario: then votes go over a board
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
+from holdfast.core.phases import PHASES
 from holdfast.core.policy import Action
-from holdfast.core.recovery import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -13,9 +13,11 @@ from holdfast.exits import Exit
 
 CONFIG = Config(run_id="r", world_size=4, max_restarts=3, restart_window_s=100.0)
 SOUND = Situation(
-    step=20, base_step=10, session=True, all_alive=False, all_sound=False, uncovered="", checkpoint_known=True
-)
+    step=20, base_step=10, session=True, all_alive=False, all_sound=False, unreplaceable="as a test", uncovered="",
+    checkpoint_known=True,
+)  # fmt: skip
 FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1", attempt=1)
+USER_ERROR = msgspec.structs.replace(FAILURE, user_error=True)
 IMPORT_FAILURE = msgspec.structs.replace(FAILURE, kind="ImportError")
 
 
@@ -30,12 +32,16 @@ def situation(**changes: Any) -> Situation:
         ({}, "restart_last_gasp", True),
         ({"all_alive": True, "all_sound": True}, "retry_in_place", False),
         ({"all_alive": True}, "restart_last_gasp", True),
+        ({"unreplaceable": ""}, "replace", False),
+        ({"unreplaceable": "", "step": None, "base_step": 0}, "restart_fresh", False),
+        ({"unreplaceable": "", "all_alive": True}, "restart_last_gasp", True),
+        ({"unreplaceable": "", "failures": (USER_ERROR,)}, "stop_bad_input", True),
         ({"uncovered": "shard 1 is gone"}, "restart_checkpoint", False),
         ({"uncovered": "shard 1 is gone", "checkpoint_known": False}, "stop_nothing_to_resume", False),
         ({"step": None, "base_step": 0, "checkpoint_known": False}, "restart_fresh", False),
         ({"session": False, "step": None}, "restart_fresh", False),
         ({"failures": (FAILURE,)}, "restart_last_gasp", True),
-        ({"failures": (msgspec.structs.replace(FAILURE, user_error=True),)}, "stop_bad_input", True),
+        ({"failures": (USER_ERROR,)}, "stop_bad_input", True),
         ({"session": False, "failures": (IMPORT_FAILURE,)}, "stop_user_bug", False),
     ],
 )  # fmt: skip

@@ -28,7 +28,6 @@ from holdfast.core.messages import (
     Resume,
     SessionOpened,
     Settled,
-    WireMessage,
     WorkerFailed,
     WorkerHello,
 )
@@ -39,7 +38,7 @@ from holdfast.runtime.client import Client
 from holdfast.runtime.launch import AgentLink
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
 ME = MemberId(1)

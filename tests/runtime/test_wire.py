@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence, WireMessage
+from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence
 from holdfast.errors import AuthError, ProtocolError
-from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, frame
+from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, WireMessage, frame
 
 TOKEN = b"t" * 32
 FENCE = Fence(member_id=MemberId(3), generation=Generation(1, 2), reason="why", dead_ranks=(1, 2))

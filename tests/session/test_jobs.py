@@ -37,7 +37,7 @@ class Result:
         self.pids = [one["pid"] for one in found]
 
 
-def start(launcher: str, where: Path, *arguments: str) -> Result:
+def start(launcher: str, where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> Result:
     """Run the job with four ranks in ``where``."""
     where.mkdir(exist_ok=True)
     result = where / "result"
@@ -46,6 +46,7 @@ def start(launcher: str, where: Path, *arguments: str) -> Result:
         *(["run"] if launcher == "holdfast" else []),
         "--nproc-per-node",
         str(RANKS),
+        *flags,
     ]
     command += [JOB, "--steps", str(STEPS), "--result", str(result), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -79,14 +80,24 @@ def test_cut_connections_are_answered_in_place(
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
 
 
-@pytest.mark.parametrize(("layout", "victim"), [("ddp", "0@4"), ("hsdp", "3@0")])
+@pytest.mark.parametrize(
+    ("layout", "victim", "rung"),
+    [
+        ("ddp", "0@4", "replace"),
+        ("hsdp", "2@4", "replace"),
+        ("ddp", "1@4", "restart_last_gasp"),
+        ("hsdp", "3@0", "restart_fresh"),
+    ],
+)
 def test_killed_rank_loses_nothing(
-    tmp_path: Path, bare: Callable[[str], Result], layout: str, victim: str
+    tmp_path: Path, bare: Callable[[str], Result], layout: str, victim: str, rung: str
 ) -> None:
-    got = start("holdfast", tmp_path, "--layout", layout, "--die", victim)
+    flags = () if rung == "replace" else ("--on-fault", "restart")
+    got = start("holdfast", tmp_path, "--layout", layout, "--die", victim, flags=flags)
     assert got.code == 0, got.output
     assert got.digests == bare(layout).digests
-    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 2
+    assert [verdict["data"]["action"] for verdict in events(tmp_path, "verdict")] == [rung]
+    assert len(list(tmp_path.glob("runs/*/attempt-*"))) == (1 if rung == "replace" else 2)
 
 
 def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Result]) -> None:

@@ -52,7 +52,17 @@ def test_one_rank_killed_while_a_save_is_in_flight_loses_nothing(
 ) -> None:
     """The last-gasp is written beside the periodic save; both are sealed in the end."""
     slow_disk(0.3)
-    got = start("holdfast", tmp_path, "--layout", "hsdp", "--save-every", "4", "--die", "1@5")
+    got = start(
+        "holdfast",
+        tmp_path,
+        "--layout",
+        "hsdp",
+        "--save-every",
+        "4",
+        "--die",
+        "1@5",
+        flags=("--on-fault", "restart"),
+    )
     assert got.code == 0, got.output
     assert got.digests == bare("hsdp").digests
     (root,) = tmp_path.glob("runs/*/checkpoints")

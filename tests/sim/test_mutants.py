@@ -11,7 +11,7 @@ import holdfast.core.controller as controller_module
 import holdfast.core.recovery as recovery_module
 from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.ids import Generation
-from holdfast.core.messages import Command, Record
+from holdfast.core.messages import Command, Record, Settled
 from holdfast.core.recovery import Recovery
 from holdfast.core.vote import Tally
 from holdfast.sim.checks import Violation
@@ -135,3 +135,25 @@ def test_never_going_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recovery_module, "decide", timid)
     assert catch(World, frozenset({"decision_is_true", "no_committed_step_is_lost"}))
+
+
+def test_resuming_before_the_newcomers_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Recovery.progress
+
+    def hasty(recovery: Recovery, now: float) -> None:
+        for member in recovery.job.roster.living:
+            if recovery.phase == "replacing" and member.joining and member.said_hello:
+                member.joining = False
+                recovery._reports.setdefault(
+                    member.rank,
+                    Settled(
+                        member_id=member.member_id,
+                        generation=recovery.job.generation,
+                        state="ready",
+                        step=recovery.job.step,
+                    ),
+                )
+        progress(recovery, now)
+
+    monkeypatch.setattr(Recovery, "progress", hasty)
+    assert catch(World, frozenset({"resumed_together"}))

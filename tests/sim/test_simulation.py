@@ -89,8 +89,11 @@ def test_a_fault_during_a_graceful_exit_still_saves() -> None:
 
 def test_the_past_is_what_the_records_say() -> None:
     faults = (SimFault(kind="kill", at_s=0.5, rank=1), SimFault(kind="kill", at_s=1.5, rank=2))
-    result = run_sim(4, 5, faults)
-    past = Past.read(result.records)
+    past = Past.read(run_sim(4, 5, faults).records)
+    assert past.attempts == 1 and past.last_member == 6
+    assert [s.member_id for s in past.seats] == [1, 5, 6, 4]
+    assert [a.action for a in past.answered] == ["replace", "replace"]
+    past = Past.read(run_sim(4, 7, faults).records)  # of the seeds that restart all workers
     assert past.attempts == 3 and past.last_member == 12
     assert [s.member_id for s in past.seats] == [9, 10, 11, 12]
     assert [a.action for a in past.answered] == ["restart_last_gasp", "restart_last_gasp"]

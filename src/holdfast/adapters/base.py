@@ -73,6 +73,7 @@ class Adapter(Protocol):
 
     rank: int
     world_size: int
+    live: bool  # collectives can be rebuilt in place, and a newcomer can be built without peers
     scaled: bool  # a gradient scaler is in use: a block without an update had gradients with inf or nan
 
     @property

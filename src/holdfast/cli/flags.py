@@ -116,6 +116,8 @@ FLAGS: tuple[Flag, ...] = (
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
+    _own("--on-fault", "text", "auto: replace only the lost ranks where that works; restart: restart all workers",
+         "auto"),
     _own("--hang-factor", "number", "a job that shows no progress for so many of its median steps hangs; 0: not "
          "looked for", 10.0),
     _own("--hang-floor", "number", "seconds without progress that are never a hang", 1.5),

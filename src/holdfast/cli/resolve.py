@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.core.ids import RUN_ID_PATTERN
@@ -95,6 +95,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         role=str(values["role"]),
         max_restarts=_at_least(values, "max_restarts", 0),
         restart_window_s=_at_least(values, "restart_window", 1.0),
+        on_fault=_on_fault(values),
         hang_factor=_at_least(values, "hang_factor", 0.0),
         hang_floor_s=_at_least(values, "hang_floor", 0.1),
         hang_start_s=_at_least(values, "hang_start", 1.0),
@@ -371,6 +372,16 @@ def _at_least(values: Mapping[str, Any], key: str, least: Any) -> Any:
     if not value >= least:
         raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
     return value
+
+
+def _on_fault(values: Mapping[str, Any]) -> Literal["auto", "restart"]:
+    match values["on_fault"]:
+        case "auto":
+            return "auto"
+        case "restart":
+            return "restart"
+        case other:
+            raise UsageError(f"--on-fault {other} is not known", hint="--on-fault auto or --on-fault restart")
 
 
 def _positive(name: str, value: float) -> float:

@@ -41,6 +41,8 @@ from holdfast.core.messages import (
     Finish,
     Finished,
     Gather,
+    JoinAsked,
+    Joined,
     KillMember,
     LauncherGone,
     LayoutPublished,
@@ -60,6 +62,7 @@ from holdfast.core.messages import (
     Settled,
     Stalled,
     StartMembers,
+    StateOffered,
     StepReached,
     StopRun,
     Tick,
@@ -81,7 +84,7 @@ REMEMBERED = (
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
-UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed)
+UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, JoinAsked, Joined)
 """What a worker says; everything else that names a member is said to it."""
 
 
@@ -285,7 +288,8 @@ class Agent:
             return
         if order.generation > self.generation:
             self.generation = order.generation
-            self.workers = {m: w for m, w in self.workers.items() if w.alive}
+            if not order.join:  # else what the lost ranks said still counts until the job has resumed
+                self.workers = {m: w for m, w in self.workers.items() if w.alive}
         fresh = tuple(a for a in order.members if a.member_id not in self._started)
         for seat in fresh:
             self._started.add(seat.member_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -22,6 +24,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 16  # faults answered within the window below
     restart_window_s: float = 3600.0
+    on_fault: Literal["auto", "restart"] = "auto"  # "restart": never replace single ranks
+    replacements_max: int = 2  # newcomers lost before they joined, until all workers are restarted
     retries_per_step_max: int = 2  # retries in place of one step before its workers are restarted
     save_attempts_max: int = 3  # last-gasp attempts of one recovery
 

@@ -36,6 +36,8 @@ from holdfast.core.messages import (
     ExitRun,
     FaultSeen,
     Finished,
+    JoinAsked,
+    Joined,
     LayoutPublished,
     MemberExited,
     MemberStarted,
@@ -46,6 +48,7 @@ from holdfast.core.messages import (
     SessionOpened,
     Settled,
     Stalled,
+    StateOffered,
     StepReached,
     StopRun,
     Tick,
@@ -154,15 +157,21 @@ class Controller:
                 self._settle_down(now)
             case SaveReported():
                 self._save_reported(now, member, event)
-            case Settled() | FaultSeen() | StepReached() if not is_stale(
-                event.generation, self.job.generation
+            case Settled() | FaultSeen() | StepReached() | StateOffered() | JoinAsked() | Joined() if (
+                not is_stale(event.generation, self.job.generation)
             ):
                 self._protocol(now, member, event)
             case _:
                 return
 
-    def _protocol(self, now: float, member: Member, event: Settled | FaultSeen | StepReached) -> None:
+    def _protocol(self, now: float, member: Member, event: Message) -> None:
         match event:
+            case StateOffered():
+                self.recovery.offered(now, member, event)
+            case JoinAsked():
+                self.recovery.join_asked(now, member)
+            case Joined():
+                self.recovery.joined(now, member, event)
             case Settled():
                 self.recovery.settled(now, member, event)
             case FaultSeen():
@@ -180,6 +189,7 @@ class Controller:
             member.is_released, member.finished = False, None
             job.released = False
         member.opened_step = event.step
+        member.live = event.live
         member.state, member.step = "ready", event.step
         self.ending.remind(member)
         self.recovery.opened(now)

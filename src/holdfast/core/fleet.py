@@ -28,8 +28,9 @@ from holdfast.core.messages import (
     MemberStarted,
     WorkerHello,
 )
+from holdfast.core.phases import NO_PAGE
 from holdfast.core.policy import HANG, Failure
-from holdfast.core.recovery import NO_PAGE, Recovery
+from holdfast.core.recovery import Recovery
 from holdfast.exits import Exit
 
 

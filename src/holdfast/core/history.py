@@ -81,22 +81,28 @@ def _generation(data: Data, key: str = "generation") -> Generation:
 
 def _started(past: Past, data: Data) -> Changes:
     generation = _generation(data)
-    if data["in_place"]:
-        return {"generation": generation, "seated": generation}
     columns = (_list(data, "members"), _list(data, "nodes"), _list(data, "local_ranks"))
     seats = tuple(
         Seat(MemberId(int(member)), rank, int(local_rank), NodeId(node))
         for rank, (member, node, local_rank) in enumerate(zip(*columns, strict=True))
     )
-    return {
+    seated: Changes = {
         "generation": generation,
         "seated": generation,
         "seats": seats,
         "last_member": max([past.last_member, *(s.member_id for s in seats)]),
+    }
+    if data["in_place"]:
+        return seated
+    return seated | {
         "attempts": _int(data, "attempt") + 1,
         "opened": False,
         "released": False,
     }
+
+
+def _replaced(past: Past, data: Data) -> Changes:
+    return {"last_member": max([past.last_member, *(int(m) for m in _list(data, "members"))])}
 
 
 def _fenced(past: Past, data: Data) -> Changes:
@@ -135,6 +141,7 @@ def _sealed(past: Past, data: Data) -> Changes:
 _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "generation_started": _started,
     "fenced": _fenced,
+    "members_replaced": _replaced,
     "planned": _planned,
     "verdict": _verdict,
     "session_opened": _opened,

@@ -156,22 +156,52 @@ class Job:
         self.timer("startup", self.config.startup_s)
         return True
 
+    def replace_members(self, dead: Sequence[Member]) -> None:
+        """Seat a newcomer in place of each dead member, on its node, in the newest generation."""
+        newcomers = [
+            Member(
+                member_id=MemberId(self.last_member + 1 + i),
+                rank=old.rank,
+                local_rank=old.local_rank,
+                node_id=old.node_id,
+                joining=True,
+            )
+            for i, old in enumerate(dead)
+        ]
+        self.last_member = newcomers[-1].member_id
+        self.record(
+            "members_replaced",
+            generation=str(self.generation),
+            ranks=[m.rank for m in newcomers],
+            members=[int(m.member_id) for m in newcomers],
+        )
+        for member in newcomers:
+            self.roster.reseat(member)
+        self.start_again(newcomers)
+
     def start_again(self, members: Sequence[Member]) -> None:
         """Tell the agents to start these seated members; an order for one that exists is ignored there."""
+        joining = [m for m in members if m.joining]
+        self._start(joining, self.generation, "", join=True)
+        seated = [m for m in members if not m.joining]
+        self._start(seated, self.roster.generation, self._resume, join=False)
+
+    def _start(self, members: Sequence[Member], generation: Generation, resume: str, *, join: bool) -> None:
         host, port = self.hosts.get(self.roster.members[0].node_id, ("", 0))
         for node in sorted({m.node_id for m in members}, key=node_order):
             here = tuple(Assignment(m.member_id, m.rank, m.local_rank) for m in members if m.node_id == node)
             order = StartMembers(
                 node_id=node,
-                generation=self.roster.generation,
+                generation=generation,
                 world_size=self.config.world_size,
                 attempt=self.attempts - 1,
                 members=here,
-                resume=self._resume,
+                resume=resume,
                 restart_count=self.attempts - 1,
                 kv_node=self.kv_node,
                 master_host=host,
                 master_port=port,
+                join=join,
             )
             self.send_node(node, order)
 

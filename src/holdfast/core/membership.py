@@ -48,6 +48,9 @@ class Member(msgspec.Struct, kw_only=True):
     said_hello: bool = False
     opened_step: int | None = None  # its session stands or stood there at start
     reached: bool = False  # has committed a step in the current generation
+    live: bool = False  # its session can go on beside newcomers
+    joining: bool = False  # a newcomer that does not hold its state yet: no member of the generation so far
+    asked: bool = False  # a newcomer waits for its state
     finished: Finished | None = None
     is_released: bool = False  # told to return: what it opens after that is another session
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
@@ -98,6 +101,18 @@ class Roster:
         place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
         self._living = [*self.living[:place], *self.living[place + 1 :]]
         member.alive, member.exited = False, exited
+
+    def reseat(self, member: Member) -> None:
+        """Give the seat of a dead member to its replacement.
+
+        Raises:
+            InternalError: the one who has it lives.
+        """
+        before = next(m for m in self.members if m.rank == member.rank)
+        if before.alive:
+            raise InternalError(f"rank {member.rank} is replaced while member {before.member_id} lives")
+        del self._members[before.member_id]
+        self.add(member)
 
     def get(self, member_id: MemberId) -> Member | None:
         """The member, or None when it does not belong to this roster."""

@@ -58,6 +58,7 @@ class SessionOpened(Message, frozen=True):
     generation: Generation
     step: int
     root: str = ""
+    live: bool = False  # its collectives can be rebuilt in place: lost ranks may be replaced beside it
 
 
 class LayoutPublished(Message, frozen=True):
@@ -100,6 +101,7 @@ class Settled(Message, frozen=True):
     state: RankState  # ready, aborted, in_doubt, torn or finished (starting: no session yet)
     step: int
     freed_ns: int = 0  # CLOCK_MONOTONIC when the main thread was out of its collective
+    away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
 
 
 class SaveReported(Message, frozen=True):
@@ -114,6 +116,31 @@ class SaveReported(Message, frozen=True):
     stall_s: float = 0.0
     error: str = ""
     delayed_steps: int = 0  # it was due so many steps earlier, when the save before was still being written
+
+
+class StateOffered(Message, frozen=True):
+    """This survivor stands at ``step`` and serves its state to newcomers at ``host:port``."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    host: str
+    port: int
+
+
+class JoinAsked(Message, frozen=True):
+    """A newcomer has built its model without peers and asks for its state."""
+
+    member_id: MemberId
+    generation: Generation
+
+
+class Joined(Message, frozen=True):
+    """A newcomer holds the state of ``step``, verified and rehearsed: the job may resume."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
 
 
 class StepReached(Message, frozen=True):
@@ -179,11 +206,24 @@ class Settle(Message, frozen=True):
     generation: Generation
     step: int
     save: SaveOrder | None = None
-    then: Literal["restart", "retry", "stop"] = "restart"
+    then: Literal["restart", "retry", "replace", "stop"] = "restart"
+
+
+class Receive(Message, frozen=True):
+    """To a newcomer: take the state of ``step`` from these ranks; ``layouts`` by rank (text) say who holds what."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
+    layouts: dict[str, bytes]  # rank (text) -> JSON of RankLayout
+    layout_version: int  # of the rank's own layout
+    catalogued_version: int  # of the newest complete catalogue, -1 for none
+    local: bytes = b""  # rank-local values of the one it replaces, from its page
 
 
 class Resume(Message, frozen=True):
-    """Retry in place: same members, new generation; rebuild the groups and run the step again."""
+    """Go on in place: rebuild the groups in the new generation and run the step again."""
 
     member_id: MemberId
     generation: Generation
@@ -338,6 +378,7 @@ class StartMembers(Message, frozen=True):
     kv_node: str = ""  # whose agent owns the key space of the generation; empty: each its own
     master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own settings
     master_port: int = 0
+    join: bool = False  # they replace lost ranks of a job whose other ranks live on
 
 
 class KillMember(Message, frozen=True):
@@ -544,48 +585,3 @@ class Finish(Command, frozen=True):
 
     code: int
     reason: str
-
-
-WireMessage = (
-    WorkerHello
-    | SessionOpened
-    | LayoutPublished
-    | FaultSeen
-    | WorkerFailed
-    | Settled
-    | SaveReported
-    | StepReached
-    | ExitAsked
-    | ExitAgreed
-    | Finished
-    | Fence
-    | Settle
-    | Resume
-    | Leave
-    | Release
-    | ExitOrder
-    | Catalogued
-    | AgentHello
-    | AgentBeat
-    | MemberStarted
-    | MemberExited
-    | StartMembers
-    | KillMember
-    | Stalled
-    | Moved
-    | Gather
-    | Evidence
-    | Paced
-    | EndRun
-    | ExitRun
-    | StopRun
-    | Ack
-    | KvRequest
-    | KvReply
-    | ControllerBeat
-    | MirrorFrom
-    | Mirror
-    | Rolled
-    | VotersAre
-)
-"""All that may travel; the decoder accepts nothing else."""

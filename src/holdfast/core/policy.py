@@ -23,6 +23,7 @@ from holdfast.exits import Exit
 
 Action = Literal[
     "retry_in_place",
+    "replace",
     "restart_last_gasp",
     "restart_checkpoint",
     "restart_fresh",
@@ -78,6 +79,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     session: bool  # a session has been opened in this run
     all_alive: bool  # every member lives
     all_sound: bool  # and stands at ``step`` or can be brought there, none finished before the others
+    unreplaceable: str  # why the lost ranks cannot be replaced beside the living; empty: they can
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
     checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
     failures: tuple[Failure, ...] = ()
@@ -123,11 +125,17 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
             reason="nothing was committed yet: all workers start again",
             evidence=_failure_lines(situation),
         )
+    if not situation.all_alive and not situation.unreplaceable:
+        return Verdict(
+            action="replace",
+            reason=f"every box has a living holder at step {situation.step}: only the lost ranks are replaced",
+            evidence=_failure_lines(situation),
+        )
     if savable:
         return Verdict(
             action="restart_last_gasp",
             reason=f"every box has a living holder at step {situation.step}: no step is lost",
-            evidence=_failure_lines(situation),
+            evidence=(*_not_in_place(situation), *_failure_lines(situation)),
             save=True,
         )
     if situation.checkpoint_known:
@@ -175,6 +183,10 @@ def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) ->
         f"{config.max_restarts} are allowed",
         evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),
     )
+
+
+def _not_in_place(situation: Situation) -> tuple[str, ...]:
+    return (f"not in place: {situation.unreplaceable}",) if situation.unreplaceable else ()
 
 
 def _failure_lines(situation: Situation) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Life of a fault: from the first sign of it to a committed step at full size.
 
-Theory. A recovery is one small machine over the phases of ``PHASES``; the six phases that users see
+Theory. A recovery is one small machine over the phases of ``phases.PHASES``; the six phases that users see
 (detected, fenced, quiesced, planned, restored, resumed) are the times at which it passes its edges.
 ``decide`` is the heart and is pure: given what every rank of the old generation reported, or left on its
 status page, where does the job stand? A second fault while a decision is being carried out starts again at
@@ -14,7 +14,8 @@ Invariants:
 3. The job never stands below a step that a living rank has committed, nor above one that somebody entered
    UPDATING for.
 4. Only ranks that stand at the decided step, or can be brought there, are sources of a save.
-5. New members start only when every old one is gone.
+5. New members start only when every old one is gone, or in the seats of the dead beside those that live on.
+6. A newcomer is a member of its generation from ``Joined`` on; a fault before that removes it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from holdfast.core.membership import Member
 from holdfast.core.messages import (
     FaultSeen,
     Fence,
+    Joined,
     Leave,
     Message,
     Resume,
@@ -37,38 +39,13 @@ from holdfast.core.messages import (
     SaveReported,
     Settle,
     Settled,
+    StateOffered,
 )
+from holdfast.core.phases import NO_PAGE, PHASES, Phase
 from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation, Verdict, judge
+from holdfast.core.replacement import Replacement
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
-
-Phase = Literal[
-    "idle", "grace", "fencing", "retrying", "saving", "leaving", "waiting", "starting", "resuming"
-]
-
-PHASES: dict[tuple[Phase, str], Phase] = {
-    ("idle", "launch"): "starting",
-    ("idle", "suspect"): "grace",
-    ("starting", "suspect"): "grace",
-    ("resuming", "suspect"): "grace",
-    ("idle", "fault"): "fencing",
-    ("grace", "fault"): "fencing",
-    ("starting", "fault"): "fencing",
-    ("resuming", "fault"): "fencing",
-    ("retrying", "fault"): "fencing",
-    ("saving", "fault"): "fencing",
-    ("fencing", "retry"): "retrying",
-    ("fencing", "save"): "saving",
-    ("fencing", "leave"): "leaving",
-    ("saving", "sealed"): "leaving",
-    ("retrying", "agreed"): "resuming",
-    ("leaving", "gone"): "starting",
-    ("starting", "no nodes"): "waiting",
-    ("waiting", "launch"): "starting",
-    ("starting", "opened"): "resuming",
-    ("resuming", "reached"): "idle",
-}
-"""(phase, event) -> phase; what is not here cannot happen."""
 
 CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 """Exceptions that a lost peer causes: never themselves the reason of a fault."""
@@ -89,13 +66,14 @@ class Recovery:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.replacement = Replacement(job)
         self.phase: Phase = "idle"
         self.faults: list[Fault] = []
         self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
         self.decided: Decided | None = None
         self._reports: dict[int, Settled] = {}
         self._order: SaveOrder | None = None
-        self._then: Literal["restart", "retry", "stop"] = "restart"
+        self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
         self._writing: set[int] = set()
         self._excluded: set[int] = set()
         self._save_attempts = 0
@@ -154,6 +132,8 @@ class Recovery:
         if self.phase in ("leaving", "waiting"):
             return
         self._dead = None
+        if any(m.joining and m.member_id == fault.member_id for m in self.job.roster.members):
+            self.replacement.lost += 1
         self.faults.append(fault)
         self._pass("detected", now)
         self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
@@ -172,7 +152,7 @@ class Recovery:
         if self._all_opened or len(steps) < job.config.world_size:
             return
         self._all_opened = True
-        if self.phase in ("retrying", "saving", "leaving"):
+        if self.phase in ("retrying", "replacing", "saving", "leaving"):
             return  # said before the decision, heard after it: the decision knows better
         lost = max(0, job.step - min(steps))
         for fault in self.faults:
@@ -203,10 +183,39 @@ class Recovery:
         )
         for fault in self.faults:
             fault.freed(report.freed_ns, now)
-        if report.state == "torn" and self.phase in ("retrying", "saving"):
+        if report.state == "torn" and self.phase in ("retrying", "replacing", "saving"):
             self.fence(now, f"the update of rank {member.rank} failed")
         else:
             self.progress(now)
+
+    def offered(self, now: float, member: Member, offer: StateOffered) -> None:
+        """A survivor serves its state."""
+        self.replacement.offered(member, offer)
+        for newcomer in self.job.roster.living:
+            if newcomer.joining:
+                self.remind(newcomer)
+
+    def join_asked(self, now: float, member: Member) -> None:
+        """A newcomer wants its state."""
+        member.asked = True
+        self.remind(member)
+
+    def joined(self, now: float, member: Member, message: Joined) -> None:
+        """A newcomer holds its state."""
+        if self.phase != "replacing" or not member.joining:
+            return
+        member.joining = False
+        self.job.record(
+            "joined",
+            rank=member.rank,
+            member_id=int(member.member_id),
+            step=message.step,
+            generation=str(self.job.generation),
+        )
+        ready = Settled(
+            member_id=member.member_id, generation=message.generation, state="ready", step=message.step
+        )
+        self.settled(now, member, ready)
 
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
         """A source has written its share, or could not."""
@@ -251,6 +260,10 @@ class Recovery:
             for member in living:
                 if member.rank not in self._reports or self.phase == "retrying":
                     self.job.kill(member, f"did not settle within {self.job.config.quiesce_s:g} s")
+        elif name == "join" and self.phase == "replacing":
+            for member in living:
+                if member.joining or not self._stands_at(member, self.job.step):
+                    self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "gasp" and self.phase == "saving":
             for member in living:
                 if member.rank in self._writing:
@@ -274,6 +287,9 @@ class Recovery:
                 self._plan(now)
         elif self.phase == "retrying":
             if all(self._stands_at(m, self.job.step) for m in living):
+                self._resume_in_place(now)
+        elif self.phase == "replacing":
+            if all(m.alive and not m.joining and self._stands_at(m, self.job.step) for m in members):
                 self._resume_in_place(now)
         elif self.phase == "leaving":
             if not living:
@@ -299,10 +315,10 @@ class Recovery:
         self._reason = reason
         self._pass("fenced", now)
         job.record("fenced", generation=str(generation), reason=reason, dead_ranks=dead)
-        for name in ("grace", "gasp", "startup"):
+        for name in ("grace", "gasp", "startup", "join"):
             job.cancel(name)
         for member in job.roster.living:
-            if not member.said_hello:
+            if not member.said_hello or member.joining:
                 member.is_excused = True
                 job.kill(member, "was not connected when the generation was fenced")
             elif member.failed is None:
@@ -322,7 +338,7 @@ class Recovery:
                 found.append(Report(member.rank, answer.state, answer.step, True))
             elif member.exited is not None and member.exited.detail != NO_PAGE:
                 found.append(Report(member.rank, member.exited.state, member.exited.step, False))
-        return found
+        return found + self.replacement.reports()
 
     def _plan(self, now: float) -> None:
         job = self.job
@@ -373,6 +389,7 @@ class Recovery:
             checkpoint_known=job.sealed_step >= 0
             or job.base_step > 0
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
+            unreplaceable=self._why_unreplaceable(decided),
             failures=self._failures(),
         )
 
@@ -395,15 +412,25 @@ class Recovery:
             return f"no living rank holds the state of step {job.step}"
         if self._save_failures >= job.config.save_attempts_max:
             return f"{self._save_failures} attempts failed, the last one: {self._save_error}"
-        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
-        if missing:
-            return f"rank(s) {missing[:8]} published no layout"
-        uncovered = job.uncovered(job.roster.layouts_as_text(), sources)
+        uncovered = self._why_no_holder(sources)
         return (
             f"{uncovered} (save failed before: {self._save_error})"
             if uncovered and self._save_error
             else uncovered
         )
+
+    def _why_unreplaceable(self, decided: Decided) -> str:
+        away = [rank for rank, report in self._reports.items() if report.away]
+        if away:
+            return f"rank {min(away)} is not inside its loop"
+        return self.replacement.why_not(decided, self._why_no_holder(decided.sources))
+
+    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
+        job = self.job
+        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
+        if missing:
+            return f"rank(s) {missing[:8]} published no layout"
+        return job.uncovered(job.roster.layouts_as_text(), sources)
 
     # ---------------------------------------------------------------- planned -> restored
 
@@ -424,6 +451,9 @@ class Recovery:
             job.timer("quiesce", job.config.gasp_s)
             self.progress(now)
             return
+        elif verdict.action == "replace":
+            self._replace(decided.sources)
+            return
         elif job.config.library:
             self.final = (Exit.FAILED, verdict.reason)
         if not verdict.save:
@@ -436,6 +466,18 @@ class Recovery:
         for member in job.roster.living:
             self.remind(member)
         job.timer("gasp", job.config.gasp_s)
+
+    def _replace(self, sources: tuple[int, ...]) -> None:
+        job = self.job
+        self._then = "replace"
+        self._go("replace")
+        for name in ("quiesce", "quiesce-early"):
+            job.cancel(name)
+        self.replacement.start(sources)
+        for member in job.roster.living:
+            self.remind(member)
+        for name in ("startup", "join"):
+            job.timer(name, job.config.startup_s)
 
     def _save_order(self, sources: tuple[int, ...]) -> SaveOrder:
         job = self.job
@@ -452,7 +494,9 @@ class Recovery:
             sources=sources,
             layouts=job.roster.layouts_as_text(),
             dead_locals={
-                str(m.rank): m.exited.local for m in job.roster.members if m.exited and m.exited.local
+                str(m.rank): local
+                for m in job.roster.members
+                if not m.alive and (local := self.replacement.local_of(m))
             },
         )
 
@@ -463,7 +507,9 @@ class Recovery:
             if self._dead is None:
                 self._dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
             return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=self._dead)
-        if self.phase in ("saving", "retrying"):
+        if self.phase == "replacing" and member.joining:
+            return self.replacement.receive(member)
+        if self.phase in ("saving", "retrying", "replacing"):
             if self.decided is None or not stands_in(self.decided.sources, member.rank):
                 return None
             order = self._order
@@ -484,7 +530,8 @@ class Recovery:
         job = self.job
         self._go("agreed")
         self._in_place = True
-        job.cancel("quiesce")
+        for name in ("quiesce", "join", "startup"):
+            job.cancel(name)
         job.roster.generation = job.generation
         self._pass("restored", now)
         job.record(
@@ -532,6 +579,7 @@ class Recovery:
         self._in_place = False
         self._all_opened = False
         self._reports = {}
+        self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no nodes")
             self.job.timer("startup", self.job.config.startup_s)
@@ -543,6 +591,7 @@ class Recovery:
         for fault in self.faults:
             self.job.record("recovered", **fault.summary())
         self.faults = []
+        self.replacement.clear()
         self._excluded = set()
         self._save_attempts = 0
         self._save_failures = 0
@@ -557,7 +606,3 @@ class Recovery:
         if target is None:
             raise InternalError(f"{event!r} cannot happen in phase {self.phase!r} of a recovery")
         self.phase = target
-
-
-NO_PAGE = "no page"
-"""``MemberExited.detail`` when nothing is known about where the process was."""

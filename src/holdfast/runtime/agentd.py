@@ -43,7 +43,6 @@ from holdfast.core.messages import (
     SessionOpened,
     StartMembers,
     StopRun,
-    WireMessage,
     WorkerHello,
 )
 from holdfast.core.page import Phase, Word
@@ -69,7 +68,7 @@ from holdfast.runtime.rundir import RunDir, probe_path, write_private
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import Order, free_port
 from holdfast.runtime.watch import Watcher
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 
 LOCK_WAIT_S = 5.0
 LINGER_S = 1.0
@@ -413,7 +412,7 @@ class AgentDaemon:
 
     def _act(self, message: object) -> None:
         if isinstance(message, StartMembers):
-            if message.resume or not writers(self._run):
+            if message.resume or message.join or not writers(self._run):
                 self._start(message)
             else:
                 self._waiting = asyncio.get_running_loop().create_task(self._start_when_written(message))
@@ -449,6 +448,7 @@ class AgentDaemon:
                     order.attempt,
                     order.restart_count,
                     order.resume,
+                    order.join,
                     order.master_host,
                     port,
                 )

@@ -37,7 +37,6 @@ from holdfast.core.messages import (
     SessionOpened,
     Settled,
     StepReached,
-    WireMessage,
     WorkerFailed,
     WorkerHello,
 )
@@ -47,7 +46,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 
 QUEUE_LENGTH_MAX = 10_000
 RETRY_S = 0.05
@@ -94,6 +93,7 @@ class Client:
         page: Page,
         run_dir: Path | None,
         resume: str = "",
+        joining: bool = False,
         orphan_s: float = 30.0,
     ) -> None:
         self.member_id = member_id
@@ -105,6 +105,7 @@ class Client:
         self.shared = page.path.parent if local_world_size == world_size else None
         self.run_dir = run_dir
         self.resume = resume
+        self.joining = joining
         self.orphan_s = orphan_s
         self.hello: Callable[[], tuple[RankState, int]] = _starting
         self.on_fence_default: Callable[[str], None] | None = None

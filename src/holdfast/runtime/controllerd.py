@@ -37,7 +37,6 @@ from holdfast.core.messages import (
     Send,
     Settled,
     StartMembers,
-    WireMessage,
 )
 from holdfast.errors import InternalError, StateError
 from holdfast.exits import Exit
@@ -50,7 +49,7 @@ from holdfast.runtime.settings import RunSettings
 from holdfast.store.complete import complete_layouts
 from holdfast.store.layout import Catalogue, RankLayout
 from holdfast.store.plan import plan
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 
 LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
 BEAT_S = 0.5
@@ -83,6 +82,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         library=settings.library,
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
+        on_fault=settings.on_fault,
         quiesce_s=settings.quiesce_s,
         grace_s=settings.grace_s,
         patience_s=settings.hang_start_s,

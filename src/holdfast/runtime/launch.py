@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.core.messages import Ack, ExitRun, StopRun, WireMessage
+from holdfast.core.messages import Ack, ExitRun, StopRun
 from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.rundir import RunDir, open_log
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 
 RETRY_S = 0.05
 

@@ -20,14 +20,13 @@ from holdfast.core.messages import (
     ControllerGone,
     ControllerHere,
     Message,
-    WireMessage,
 )
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.procs import wait_gone
 from holdfast.runtime.rundir import Endpoint, RunDir, open_log
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, WireMessage
 
 MODULE = "holdfast.runtime.controllerd"
 START_S = 20.0

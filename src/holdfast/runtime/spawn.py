@@ -64,6 +64,7 @@ class Order(msgspec.Struct, frozen=True):
     attempt: int
     restart_count: int
     resume: str
+    join: bool
     master_host: str  # empty: from the settings
     master_port: int
 
@@ -115,6 +116,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, st
         "HOLDFAST_MEMBER_ID": str(member.member_id),
         "HOLDFAST_GENERATION": str(order.generation),
         "HOLDFAST_RESUME": order.resume,
+        "HOLDFAST_JOIN": "1" if order.join else "",
         "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
         **settings.env,
     }

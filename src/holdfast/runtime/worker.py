@@ -51,6 +51,7 @@ def client_from_env(orphan_s: float) -> Client:
         page=page,
         run_dir=Path(env["HOLDFAST_RUN_DIR"]),
         resume=env["HOLDFAST_RESUME"],
+        joining=bool(env["HOLDFAST_JOIN"]),
         orphan_s=orphan_s,
     )
 

@@ -26,8 +26,11 @@ from holdfast.core.messages import (
     FaultSeen,
     Fence,
     Finished,
+    JoinAsked,
+    Joined,
     LayoutPublished,
     RankState,
+    Receive,
     Release,
     Resume,
     Settle,
@@ -52,9 +55,16 @@ class Rank:
         adapter: breaks and rebuilds collectives.
         client: the line to the agent.
         on_settle: called in the client thread with each decision, after the machine took it.
+        on_resume: called in the client thread when the job goes on in place.
     """
 
-    def __init__(self, adapter: Adapter, client: Client | None, on_settle: Callable[[Settle], None]) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client | None,
+        on_settle: Callable[[Settle], None],
+        on_resume: Callable[[], None],
+    ) -> None:
         generation = NO_GENERATION if client is None else client.generation
         self.machine = StepMachine(generation, self._observe)
         self.changed = threading.Condition(threading.RLock())
@@ -62,12 +72,16 @@ class Rank:
         self.exit_source = ""
         self.orphaned = False
         self.released = False
+        self.away = False
         self.catalogue_version = 0
         self.layouts: dict[str, bytes] = {}
         self._adapter = adapter
         self._on_settle = on_settle
+        self._on_resume = on_resume
         self._told: tuple[Generation, RankState, int] | None = None
         self._resume: Resume | None = None
+        self._receive: Receive | None = None
+        self.joining = client is not None and client.joining
         self._reached = False
         self._block_started_ns = 0
         self._waited_ns = 0
@@ -165,6 +179,7 @@ class Rank:
                 state=self.machine.state,
                 step=self.machine.step,
                 freed_ns=self.client.page[Word.FREED_NS],
+                away=self.away,
             )
         )
 
@@ -179,6 +194,7 @@ class Rank:
         client.on(Fence, self.on_fence)
         client.on(Settle, self.on_settle)
         client.on(Resume, self.on_resume)
+        client.on(Receive, self.on_receive)
         client.on(Release, self.on_release)
         client.on(ExitOrder, self.on_exit_order)
         client.on(Catalogued, self.on_catalogued)
@@ -207,10 +223,17 @@ class Rank:
         self._on_settle(settle)
 
     def on_resume(self, resume: Resume) -> None:
-        """Same members, new generation: the main thread rebuilds the groups."""
+        """Everyone is there in the new generation: the main thread rebuilds the groups."""
+        self._on_resume()
         with self.changed:
             self._resume = resume
             self._reached = False
+            self.changed.notify_all()
+
+    def on_receive(self, receive: Receive) -> None:
+        """The survivors serve their state."""
+        with self.changed:
+            self._receive = receive
             self.changed.notify_all()
 
     def on_release(self, release: Release) -> None:
@@ -357,6 +380,23 @@ class Rank:
                 if self.machine.retry(resume.generation):
                     self._told = None
                     return
+
+    def await_receive(self) -> Receive:
+        """A newcomer asks for its state, and waits until the survivors serve theirs."""
+        assert self.client is not None
+        self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
+        with self.changed:
+            self._wait(lambda: self._receive is not None)
+            assert self._receive is not None
+            return self._receive
+
+    def join(self) -> None:
+        """A newcomer is ready for its first step: says so, and waits for all to go on."""
+        if not self.joining or self.client is None:
+            return
+        self.joining = False
+        self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
+        self.await_resume()
 
     def await_end(self) -> None:
         """Torn: this process is replaced. Waits for the order to leave."""

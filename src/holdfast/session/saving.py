@@ -23,9 +23,10 @@ from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import SaveId
-from holdfast.core.messages import SaveReported, Settle
+from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
+from holdfast.session.handover import Giver
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.store.background import BackgroundSaver
@@ -90,6 +91,11 @@ class Saver:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[int, int] = {}
         self._planned: tuple[int, Catalogue, Plan] | None = None
+        self._giver: Giver | None = None
+        if rank.client is not None:
+            self._giver = Giver(
+                rank.client, self._await_boundary, lambda frozen: adapter.collect(frozen=frozen), values
+            )
         self._background = BackgroundSaver(
             self._done,
             threads=writer_threads(),
@@ -109,7 +115,27 @@ class Saver:
 
     def close(self) -> None:
         """Finish the save in flight."""
+        self.resumed()
         self._background.close()
+
+    def resumed(self) -> None:
+        """The job goes on: the state moves again, and is not served any more."""
+        if self._giver is not None:
+            self._giver.stop()
+
+    def inherit(self, order: Receive) -> None:
+        """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""
+        self._version = order.layout_version
+        self._published = order.layouts[str(self._adapter.rank)]
+        if order.catalogued_version >= 0:
+            self._rank.on_catalogued(
+                Catalogued(
+                    member_id=order.member_id,
+                    generation=order.generation,
+                    version=order.catalogued_version,
+                    layouts=order.layouts,
+                )
+            )
 
     # ------------------------------------------------------------------ layouts
 
@@ -248,7 +274,12 @@ class Saver:
     def on_settle(self, settle: Settle) -> None:
         """In the client thread: start the save that the decision orders, if this rank is a source."""
         client = self._rank.client
-        if settle.save is not None and client is not None and self._adapter.rank in settle.save.sources:
+        if client is None:
+            return
+        if settle.then == "replace" and self._giver is not None:
+            giver = self._giver
+            client.run_task("give", lambda: giver.give(settle))
+        if settle.save is not None and self._adapter.rank in settle.save.sources:
             client.run_task("last-gasp", lambda: self._last_gasp(settle))
 
     def _last_gasp(self, settle: Settle) -> None:

@@ -28,6 +28,7 @@ from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
+from holdfast.session.handover import take
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -118,15 +119,23 @@ class Session:
             run, run_s = about.job_id, time.time() - about.created_at
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
-        self._rank = Rank(self._adapter, client, lambda settle: self._open_saver.on_settle(settle))
+        self._rank = Rank(
+            self._adapter,
+            client,
+            lambda settle: self._open_saver.on_settle(settle),
+            lambda: self._open_saver.resumed(),
+        )
         self._rank.connect()
         self._saver = Saver(
             self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace
         )
         self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
-        restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
-        self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
+        if self._rank.joining and client is not None:
+            self._take_over(client)
+        else:
+            restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
+            self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
         self._open()
         return self
 
@@ -178,9 +187,7 @@ class Session:
             self._step = 0
             return
         found = self._resumed
-        self._step = found.step
-        self._place = dict(found.session.get("place", {"loop": -1}))
-        self._local = dict(found.local)
+        self._stand_at(found)
         self._say(f"holdfast: resumed at step {found.step} from {found.path}")
         if found.session.get("seed") != self._settings.seed:
             log.warning(
@@ -194,6 +201,19 @@ class Session:
                 found.session.get("world"),
                 self._adapter.world_size,
             )
+
+    def _take_over(self, client: Client) -> None:
+        """A newcomer: the survivors give what a checkpoint would."""
+        order = self._rank.await_receive()
+        self._stand_at(take(self._adapter, client, order))
+        self._open_saver.inherit(order)
+        log.info("holdfast: joins at step %d", order.step)
+
+    def _stand_at(self, found: Resumed) -> None:
+        self._resumed = found
+        self._step = found.step
+        self._place = dict(found.session.get("place", {"loop": -1}))
+        self._local = dict(found.local)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._open_saver
@@ -213,6 +233,7 @@ class Session:
                     generation=rank.machine.generation,
                     step=self._step,
                     root="" if self.root is None else str(self.root),
+                    live=self._adapter.live,
                 )
             )
         saver.start()
@@ -277,9 +298,11 @@ class Session:
                 hint="announce sections between steps: with s.section(name): ...",
             )
         self._section = name
+        self._rank.away = True
         self._rank.announce(name)
         try:
             yield
+            self._rank.away = False
         finally:
             self._section = ""
             if not self._rank.fenced:
@@ -445,6 +468,7 @@ class Session:
     def _fall(self, error: Exception) -> None:
         """An exception leaves the session: what can be kept of the last committed step is kept."""
         rank = self._rank
+        rank.away = True
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
         if self._client is not None and broken:

@@ -144,6 +144,10 @@ class Blocks:
         """Enter the block; waits while the job recovers."""
         if self._current is not None:
             raise StepError(f"step {step.number} begins inside step {self._current.number}")
+        joining = self._rank.joining
+        alone = joining and self._rehearse(step)
+        if joining and not alone:
+            self._rank.join()
         while True:
             # Copy first: from the moment the machine says COMPUTE, a fault is answered from these copies.
             self._adapter.begin(step.number)
@@ -151,9 +155,12 @@ class Blocks:
                 break
             self._rank.await_resume()
         self._current = step
-        step.rehearsal = step.number > 0 and self._adapter.rehearse()
+        step.rehearsal = alone or (not joining and self._rehearse(step))
         self._adapter.shield()
         self._rank.enter(Phase.FORWARD)
+
+    def _rehearse(self, step: Step) -> bool:
+        return step.number > 0 and self._adapter.rehearse()
 
     # ------------------------------------------------------------------ hooks
 
@@ -303,6 +310,8 @@ class Blocks:
         rank.await_resume()
 
     def _end_rehearsal(self) -> bool:
+        if self._rank.joining:
+            return True  # alone until it has joined
         try:
             self._adapter.end_rehearsal()
         except GroupError:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from holdfast.core.decision import Report, committed_floor
 from holdfast.core.ids import Generation
-from holdfast.core.messages import RankState, Record, Settle
+from holdfast.core.messages import RankState, Record, Resume, Settle
 from holdfast.sim.plant import Save, Store
 from holdfast.sim.worker import SimWorker
 
@@ -33,6 +33,7 @@ class Scene(Protocol):
     memory_losses: set[str]
     journal: list[Record]
     seated: dict[int, SimWorker]
+    replaced: list[SimWorker]
 
 
 class Checks:
@@ -105,10 +106,25 @@ class Checks:
         if text not in self._written:
             raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
 
+    def updates(self, worker: SimWorker) -> None:
+        """An update begins: it must be the next one of what this rank holds."""
+        if worker.applied != worker.machine.step:
+            text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
+            raise Violation("updates_what_it_holds", text)
+
+    def resuming(self, resume: Resume) -> None:
+        """The job goes on in place: every seat must be taken by a rank that holds the step."""
+        for rank, worker in sorted(self.scene.seated.items()):
+            machine = worker.machine
+            here = machine.state in ("ready", "aborted", "finished") and machine.step == resume.step
+            behind = machine.generation < resume.generation or machine.state == "starting"
+            if worker.alive and behind and not here:
+                text = f"rank {rank} is {machine.state}({machine.step}), the job resumes at {resume.step}"
+                raise Violation("resumed_together", text)
+
     def _reports(self) -> list[Report]:
         return [
-            Report(w.rank, w.machine.state, w.machine.step, w.alive)
-            for _, w in sorted(self.scene.seated.items())
+            w.report() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))
         ]
 
     def _planned(self, record: Record) -> None:
@@ -123,7 +139,9 @@ class Checks:
                     f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
                 )
                 raise Violation("decided_after_all_settled", text)
-        floors = [f for f in map(committed_floor, self._reports()) if f is not None]
+        # A rank that answered before its session opened may have told more since: too late for this decision.
+        known = [r for r in self._reports() if record.data["sources"] or not r.alive]
+        floors = [f for f in map(committed_floor, known) if f is not None]
         if floors and record.data["step"] != max(floors):
             text = f"decided {record.data['step']}, the ranks prove {max(floors)}"
             raise Violation("decision_is_true", text)

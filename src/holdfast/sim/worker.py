@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from holdfast.core.decision import Report
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
 from holdfast.core.messages import (
     Assignment,
@@ -13,10 +14,13 @@ from holdfast.core.messages import (
     FaultSeen,
     Fence,
     Finished,
+    JoinAsked,
+    Joined,
     LayoutPublished,
     Leave,
     Message,
     RankState,
+    Receive,
     Release,
     Resume,
     SaveOrder,
@@ -25,6 +29,7 @@ from holdfast.core.messages import (
     Settle,
     Settled,
     StartMembers,
+    StateOffered,
     StepReached,
     WorkerFailed,
     WorkerHello,
@@ -55,6 +60,8 @@ class Surroundings(Protocol):
     def vote(self, worker: SimWorker, ballot: Ballot) -> None: ...
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None: ...
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None: ...
+    def updates(self, worker: SimWorker) -> None: ...
+    def fetch(self, rank: int) -> int | None: ...
 
 
 class SimWorker:
@@ -75,6 +82,8 @@ class SimWorker:
         self.repeated: dict[type[Message], Message] = {}
         self.queued: list[Message] = []
         self._resume = order.resume
+        self._joining = order.join
+        self._settled: Settle | None = None  # serve the state of this decision
         self._newest = order.generation
         self._told: tuple[Generation, RankState, int] | None = None
         self._reached = False
@@ -89,7 +98,14 @@ class SimWorker:
     def start(self) -> None:
         """The process exists: hello, then import, load, open the session."""
         self.hello()
-        self._later(self.world.jitter(0.02, 0.06), "open", self._open)
+        self._later(self.world.jitter(0.02, 0.06), "open", self._ask if self._joining else self._open)
+
+    def report(self) -> Report:
+        """Where this rank stands, as far as anyone can know: what it answered to the newest fence, or its page."""
+        told = self._told
+        if self.alive and told is not None and told[0] == self.machine.fenced:
+            return Report(self.rank, told[1], told[2], True)
+        return Report(self.rank, self.machine.state, self.machine.step, self.alive)
 
     def hello(self) -> None:
         """Say who this is, now or after a reconnection."""
@@ -149,11 +165,19 @@ class SimWorker:
     # ---------------------------------------------------------------- training loop
 
     def _open(self) -> None:
-        step = self.world.store.newest_step(self._resume)
+        self._open_at(self.world.store.newest_step(self._resume))
+        self.world.group(self.machine.generation).members.add(self.member_id)
+        self._next_step()
+
+    def _open_at(self, step: int) -> None:
         self.applied = step
         self.opened = True
         opened = SessionOpened(
-            member_id=self.member_id, generation=self.machine.generation, step=step, root="/checkpoints"
+            member_id=self.member_id,
+            generation=self.machine.generation,
+            step=step,
+            root="/checkpoints",
+            live=True,
         )
         self.send(opened)
         layout = LayoutPublished(
@@ -165,8 +189,24 @@ class SimWorker:
         )
         self.send(layout)
         self.machine.open(step)
-        self.world.group(self.machine.generation).members.add(self.member_id)
-        self._next_step()
+
+    def _ask(self) -> None:
+        self.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
+
+    def _receive(self, order: Receive) -> None:
+        """A newcomer takes its shard from a source that holds it, rehearses, and joins."""
+        if self.opened or not self._joining:
+            return
+        shards = self.world.store.shards
+        holders = [int(r) for r in order.sources if int(r) % shards == self.rank % shards]
+        found = [step for step in map(self.world.fetch, holders) if step is not None]
+        if not found:  # every holder has died since
+            self._later(0.01, "exit", lambda: self.world.died(self, 1, None))
+            return
+        self._open_at(order.step)
+        self.applied = found[0]
+        joined = Joined(member_id=self.member_id, generation=self.machine.generation, step=self.machine.step)
+        self._later(self.world.jitter(0.05, 0.2), "join", lambda: self.send(joined))
 
     def _next_step(self) -> None:
         if self.machine.state != "ready":
@@ -210,6 +250,7 @@ class SimWorker:
             self._fault_seen("the vote broke")
 
     def _update(self) -> None:
+        self.world.updates(self)
         self.applied = None
         step = self.machine.step
         self._later(UPDATE_S * self.world.jitter(0.5, 1.5), "updated", lambda: self._updated(step))
@@ -220,6 +261,7 @@ class SimWorker:
         self.applied = step + 1
         self.machine.end_block()
         self._write_ordered()
+        self._offer()
         if self.machine.fenced is not None:
             return
         if not self._reached:
@@ -263,6 +305,25 @@ class SimWorker:
         everyone = self.world.everyone
         share = Share(self.rank, self.world.store.share_of(self.rank, everyone), self.applied)
         self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
+
+    def _offer(self) -> None:
+        settle = self._settled
+        if (
+            settle is None
+            or self.machine.step != settle.step
+            or self.machine.state not in ("ready", "aborted")
+        ):
+            return
+        self._settled = None
+        self.send(
+            StateOffered(
+                member_id=self.member_id,
+                generation=settle.generation,
+                step=settle.step,
+                host="sim",
+                port=self.rank,
+            )
+        )
 
     def _write_ordered(self) -> None:
         order = self._order
@@ -318,6 +379,8 @@ class SimWorker:
                 self._fenced(message)
             case Settle():
                 self._settle(message)
+            case Receive():
+                self._receive(message)
             case Resume():
                 self._resumed(message)
             case Leave():
@@ -333,7 +396,7 @@ class SimWorker:
     def _fenced(self, fence: Fence) -> None:
         if not self.machine.fence(fence.generation):
             return
-        self._order = None
+        self._order = self._settled = None
         self._answer()
         if self.machine.state == "voting":
             self._later(self.world.jitter(0.0, 0.005), "poison", self.vote_broken)
@@ -342,13 +405,17 @@ class SimWorker:
         if self.machine.fenced != settle.generation:
             return
         self._order = settle.save
+        self._settled = settle if settle.then == "replace" else None
         if self.machine.decide(settle.step) == "apply":
             self._update()
         self._write_ordered()
+        self._offer()
 
     def _resumed(self, resume: Resume) -> None:
-        if self.machine.fenced != resume.generation or not self.machine.retry(resume.generation):
+        waits = self._joining if self.machine.fenced is None else self.machine.fenced == resume.generation
+        if not waits or not self.machine.retry(resume.generation):
             return
+        self._joining = False
         self._told, self._reached, self._order, self._tally = None, False, None, None
         self.world.group(resume.generation).members.add(self.member_id)
         self._next_step()

@@ -12,6 +12,7 @@ import heapq
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,7 @@ from holdfast.core.messages import (
     RankState,
     Record,
     RestartController,
+    Resume,
     Send,
     SetTimer,
     Settle,
@@ -86,11 +88,15 @@ class World:
         self.everyone = tuple(range(ranks))
         self.until = until
         self.rng = random.Random(seed)
+        self.on_fault: Literal["auto", "restart"] = (
+            "restart" if seed % 4 == 3 else "auto"
+        )  # both rungs are searched
         self.checks = Checks(self)
         self.store = self.store_type(shards, self.checks.sealed)
         self.journal: list[Record] = []
         self.workers: dict[MemberId, SimWorker] = {}
         self.seated: dict[int, SimWorker] = {}
+        self.replaced: list[SimWorker] = []  # the dead beside whom newcomers sit, since the last full start
         self.save_errors = 0
         self.memory_losses: set[str] = set()
         self.events = 0
@@ -179,6 +185,7 @@ class World:
             nnodes=len(self._agents),
             term=self._term,
             max_restarts=64,
+            on_fault=self.on_fault,
         )
         past = Past.read(self.journal)
         self._controller = self.controller_type(config, past, self.store.uncovered)
@@ -222,6 +229,8 @@ class World:
             case Send():
                 if isinstance(command.message, Settle):
                     self.checks.sending(command.message)
+                elif isinstance(command.message, Resume):
+                    self.checks.resuming(command.message)
                 self._downlink(command)
             case _:
                 raise InternalError(f"a controller does not ask for {command}")
@@ -318,6 +327,7 @@ class World:
                 )
 
     def _spawn(self, agent: SimAgent, order: StartMembers) -> None:
+        self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, agent.node_id, seat, order)
             self.workers[seat.member_id] = worker
@@ -451,6 +461,15 @@ class World:
                 self._break_vote(worker, 0.5)
             elif worker.machine.state == "compute" and self.rng.random() < 0.5:
                 self.later(self.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)
+
+    def updates(self, worker: SimWorker) -> None:
+        """A rank begins to change its parameters."""
+        self.checks.updates(worker)
+
+    def fetch(self, rank: int) -> int | None:
+        """What a newcomer is given by the living process of ``rank``: the updates that its parameters hold."""
+        worker = self.seated[rank]
+        return worker.applied if worker.alive and not worker.stopped else None
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""

@@ -50,6 +50,7 @@ class MindSporeAdapter:
         StateError: see :class:`MindSporeState`.
     """
 
+    live = False
     scaled = False
 
     def __init__(

@@ -58,6 +58,7 @@ class TorchAdapter:
         self._model = model
         self._seed = seed
         self._scaler = scaler
+        self.live = self.world_size > 1
         self.scaled = scaler is not None
         optimizers = named_optimizers(optimizer)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)

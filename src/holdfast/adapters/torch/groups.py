@@ -66,9 +66,14 @@ def installed() -> bool:
 def install() -> None:
     """Put reconfigurable groups behind the names gloo and nccl. Idempotent; starts nothing, so a zygote may call it.
 
+    A newcomer to a running job is alone until the job resumes: its collectives complete on own data.
+
     Raises:
         UnsupportedError: this torch makes its groups in another way than the one known here.
     """
+    client = control_client()
+    if client is not None and client.joining:
+        fabric().loopback()
     if installed():
         return
     helper = getattr(c10d, _HELPER, None)

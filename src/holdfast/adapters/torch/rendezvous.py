@@ -37,6 +37,7 @@ class ControlClient(Protocol):
     generation: Generation
     rank: int
     world_size: int
+    joining: bool
 
     @property
     def shared(self) -> Path | None: ...

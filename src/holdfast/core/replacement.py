@@ -1,0 +1,101 @@
+"""Newcomers in the seats of the dead, while the others keep process, weights and connections.
+
+Theory. A newcomer builds its model without peers, asks for its state, takes it from the survivors that serve theirs,
+and joins. Both sides work at the same time; the first fetch waits until all sources have opened, so that the load is
+spread over all of them. Until it has joined, a newcomer is nobody: what the one before it left on its status page is
+still the seat's evidence in a decision.
+
+Invariants:
+1. A newcomer is told to receive only when every source of the decision has offered the state of the decided step.
+2. The page of a replaced member counts until the job has resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.decision import Decided, Report
+from holdfast.core.job import Job
+from holdfast.core.membership import Member
+from holdfast.core.messages import MemberExited, Receive, StateOffered
+
+
+class Replacement:
+    """Part of :class:`~holdfast.core.recovery.Recovery`; ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.lost = 0  # newcomers of this recovery that were lost before they joined
+        self._sources: frozenset[int] = frozenset()
+        self._offers: dict[int, StateOffered] = {}
+        self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
+
+    def why_not(self, decided: Decided, uncovered: str) -> str:
+        """Why the lost ranks cannot be replaced beside the living; empty when they can.
+
+        Args:
+            uncovered: why the sources do not hold every box, or empty.
+        """
+        job, config = self.job, self.job.config
+        living = job.roster.living
+        if config.library:
+            return "the workers belong to another launcher"
+        if config.on_fault == "restart":
+            return "all workers are restarted on request"
+        if not living or not decided.sound or any(m.finished for m in job.roster.members):
+            return "not every living rank stands at the step, inside its loop"
+        if not all(m.live and m.opened_step is not None for m in living):
+            return "the groups of the living cannot be rebuilt in place"
+        if self.lost >= config.replacements_max:
+            return f"{self.lost} newcomers were lost before they joined"
+        dead = [m for m in job.roster.members if not m.alive]
+        if any(m.node_id not in job.slots or not job.liveness.is_up(m.node_id) for m in dead):
+            return "the node of a lost rank is gone"
+        return uncovered
+
+    def start(self, sources: Sequence[int]) -> None:
+        """Seat and start a newcomer for each dead rank."""
+        dead = [m for m in self.job.roster.members if not m.alive]
+        for member in dead:
+            if member.exited is not None and not member.joining:
+                self._pages[member.rank] = member.exited
+        self._sources = frozenset(sources)
+        self._offers = {}
+        self.job.replace_members(dead)
+
+    def offered(self, member: Member, offer: StateOffered) -> None:
+        """A survivor serves its state."""
+        self._offers[member.rank] = offer
+
+    def receive(self, member: Member) -> Receive | None:
+        """The order that a newcomer waits for; None while a source is missing or it has not asked."""
+        job = self.job
+        if not member.asked or self._sources - set(self._offers):
+            return None
+        return Receive(
+            member_id=member.member_id,
+            generation=job.generation,
+            step=job.step,
+            sources={str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())},
+            layouts=job.roster.layouts_as_text(),
+            layout_version=job.roster.layouts[member.rank].version,
+            catalogued_version=job.roster.catalogued_version,
+            local=self.local_of(member),
+        )
+
+    def local_of(self, member: Member) -> bytes:
+        """Rank-local values of a lost rank: from its own page, or from that of the one it was to replace."""
+        if member.exited is not None and not member.joining:
+            return member.exited.local
+        page = self._pages.get(member.rank)
+        return b"" if page is None else page.local
+
+    def reports(self) -> list[Report]:
+        """What those that were replaced have left."""
+        return [Report(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
+
+    def clear(self) -> None:
+        """The job has resumed, or starts anew."""
+        self.lost = 0
+        self._pages = {}
+        self._offers = {}

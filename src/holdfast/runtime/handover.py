@@ -1,0 +1,279 @@
+"""State from process to process: survivors serve their boxes, a newcomer fetches those it needs.
+
+Theory. A newcomer knows from the layouts which ranks hold a box identical to its own. It cuts every box into pieces,
+gives each piece to the holder with the least to do, and asks all of them at once, one connection and one thread each.
+A piece carries the digest of its bytes; one that does not fit, or a holder that falls away, is made up for by another
+holder. Nothing is written to disk, and nothing is allocated by what a peer says: the sizes come from the layout.
+
+Invariants:
+1. When :func:`fetch` returns, every byte of every buffer came with a digest that fits.
+2. A server gives only what its rank declared; it ends with :meth:`StateServer.close`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import xxhash
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, BlockingChannel, tune
+from holdfast.store.layout import Box
+from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
+
+PIECE_SIZE_BYTES = 4 * 1024 * 1024
+TIMEOUT_S = 30.0
+ROLE = "worker"
+
+
+class AskPiece(msgspec.Struct, frozen=True, tag=True):
+    """Bytes ``start`` to ``start + size_bytes`` of a box."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
+class AskValues(msgspec.Struct, frozen=True, tag=True):
+    """The plain values that are common to all ranks."""
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """An answer; ``digest`` is xxh3-64 of ``data``."""
+
+    data: bytes
+    digest: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The server does not hold that."""
+
+    reason: str
+
+
+Talk = AskPiece | AskValues | Piece | Refusal
+_CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
+
+View = Callable[[str, Box], memoryview]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A box to fetch into ``buffer`` (writable, C-contiguous bytes), and the ranks that hold it."""
+
+    fqn: str
+    box: Box
+    buffer: memoryview
+    holders: tuple[int, ...]
+
+
+class StateServer:
+    """Serves one frozen state to processes of the same run.
+
+    Args:
+        view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others.
+        values: the encoded plain values.
+        token: of the run.
+    """
+
+    def __init__(self, view: View, values: bytes, token: bytes) -> None:
+        self._view = view
+        self._values = values
+        self._token = token
+        self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
+        self._listener: socket.socket | None = None
+        self._peers: set[socket.socket] = set()
+
+    def start(self, host: str) -> int:
+        """Listen on ``host``; returns the port."""
+        self._listener = socket.create_server((host, 0))
+        threading.Thread(
+            target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
+        ).start()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop; connections under way are cut."""
+        for sock in (self._listener, *self._peers):
+            if sock is not None:
+                _shut(sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed
+            self._peers.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="holdfast-serve", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        link = Link(_CODEC, self._token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=Counter())
+        try:
+            tune(sock)
+            sock.settimeout(TIMEOUT_S)
+            sock.sendall(link.take_output())
+            while data := sock.recv(RECEIVE_SIZE_BYTES):
+                for message in link.receive(data):
+                    link.send(self._answer(message))
+                sock.sendall(link.take_output())
+        except (OSError, ProtocolError):
+            pass  # the newcomer is gone, or is none: it has another holder, and its own error
+        finally:
+            self._peers.discard(sock)
+            sock.close()
+
+    def _answer(self, message: Talk) -> Talk:
+        if isinstance(message, AskValues):
+            return _piece(self._values)
+        if not isinstance(message, AskPiece) or not 0 <= message.size_bytes <= PIECE_SIZE_BYTES:
+            return Refusal("not a request")
+        try:
+            with self._lock:
+                data = self._view(message.fqn, Box(message.offsets, message.sizes))
+                return _piece(bytes(data[message.start : message.start + message.size_bytes]))
+        except HoldfastError as error:
+            return Refusal(error.message)
+
+
+def fetch(sources: Mapping[int, tuple[str, int]], wanted: Sequence[Wanted], token: bytes) -> bytes:
+    """Fill all buffers from their holders, and return the plain values (of the lowest source).
+
+    Args:
+        sources: rank -> host and port of its server.
+
+    Raises:
+        PeerLost: a piece has no holder left that gives it.
+    """
+    with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="holdfast-fetch") as pool:
+        peers = {rank: _Peer(rank, at, token) for rank, at in sources.items()}
+        try:
+            values = pool.submit(_first, [peers[rank] for rank in sorted(peers)], AskValues(), -1)
+            todo = _pieces(wanted)
+            while todo:
+                shares = _share_out(todo, peers)
+                refused = pool.map(_take, [peers[rank] for rank in shares], shares.values())
+                todo = [part for parts in refused for part in parts]
+            return values.result()
+        finally:
+            for peer in peers.values():
+                peer.close()
+
+
+class _Part(msgspec.Struct):
+    """One piece of a wanted box."""
+
+    wanted: Wanted
+    start: int
+    size_bytes: int
+
+    def ask(self) -> AskPiece:
+        box = self.wanted.box
+        return AskPiece(self.wanted.fqn, box.offsets, box.sizes, self.start, self.size_bytes)
+
+
+class _Peer:
+    """One connection, made at its first use. ``lost`` says why it is not used any more."""
+
+    def __init__(self, rank: int, at: tuple[str, int], token: bytes) -> None:
+        self.rank = rank
+        self.lost = ""
+        self._at = at
+        self._token = token
+        self._lock = threading.Lock()
+        self._channel: BlockingChannel[Talk] | None = None
+
+    def ask(self, question: Talk, size_bytes: int) -> bytes:
+        """The answer, checked; ``size_bytes`` -1: any. Raises: PeerLost."""
+        with self._lock:
+            if self.lost:
+                raise PeerLost(self.lost)
+            try:
+                if self._channel is None:
+                    host, port = self._at
+                    self._channel = BlockingChannel.connect(_CODEC, host, port, self._token, ROLE)
+                self._channel.send(question)
+                answer = self._channel.receive(TIMEOUT_S)
+            except (OSError, ProtocolError) as error:
+                self.lost = f"rank {self.rank} does not give its state: {error}"
+                raise PeerLost(self.lost) from error
+            if not isinstance(answer, Piece):
+                self.lost = f"rank {self.rank}: {getattr(answer, 'reason', 'answers nonsense')}"
+            elif size_bytes not in (-1, len(answer.data)) or answer.digest != _digest(answer.data):
+                self.lost = f"rank {self.rank} gave bytes that do not fit their digest"
+            else:
+                return answer.data
+            raise PeerLost(self.lost)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+def _first(peers: Sequence[_Peer], question: Talk, size_bytes: int) -> bytes:
+    """The answer of the first peer that has one."""
+    for peer in peers[:-1]:
+        try:
+            return peer.ask(question, size_bytes)
+        except PeerLost:
+            continue
+    return peers[-1].ask(question, size_bytes)
+
+
+def _pieces(wanted: Sequence[Wanted]) -> list[_Part]:
+    return [
+        _Part(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
+        for want in wanted
+        for start in range(0, len(want.buffer), PIECE_SIZE_BYTES)
+    ]
+
+
+def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, list[_Part]]:
+    """Each piece to the holder with the least to do. Raises: PeerLost."""
+    shares: dict[int, list[_Part]] = {}
+    load = dict.fromkeys(peers, 0)
+    for part in sorted(parts, key=lambda p: -p.size_bytes):
+        holders = [rank for rank in part.wanted.holders if rank in peers and not peers[rank].lost]
+        if not holders:
+            reasons = "; ".join(peer.lost for peer in peers.values() if peer.lost)
+            raise PeerLost(
+                f"nobody gives {part.wanted.fqn}{part.wanted.box} ({reasons or 'nobody holds it'})"
+            )
+        rank = min(holders, key=lambda r: (load[r], r))
+        load[rank] += part.size_bytes
+        shares.setdefault(rank, []).append(part)
+    return shares
+
+
+def _take(peer: _Peer, parts: Sequence[_Part]) -> list[_Part]:
+    """Fetch from one peer; returns what it did not give."""
+    for index, part in enumerate(parts):
+        try:
+            data = peer.ask(part.ask(), part.size_bytes)
+        except PeerLost:
+            return list(parts[index:])
+        part.wanted.buffer[part.start : part.start + part.size_bytes] = data
+    return []
+
+
+def _piece(data: bytes) -> Piece:
+    return Piece(data, _digest(data))
+
+
+def _digest(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected, or closed already
+    sock.close()

@@ -1,0 +1,125 @@
+"""Live recovery in a session: a survivor gives its state, a newcomer takes one and joins.
+
+Theory. When only the lost ranks are replaced, every survivor that stands at the decided step serves its state as it was
+at the last commit (what an aborted block changed is read from the copies made when it began) until the job resumes.
+A newcomer has built the same model without peers; it fills its own boxes from identical ones of the survivors, takes
+the plain values from one of them and its rank-local values from the page of the rank that it replaces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.messages import Receive, Settle, StateOffered
+from holdfast.errors import CheckpointMismatch, HoldfastError
+from holdfast.runtime.client import Client
+from holdfast.runtime.handover import StateServer, Wanted, fetch
+from holdfast.runtime.rundir import RunDir
+from holdfast.session.resume import Resumed
+from holdfast.store.complete import complete_layouts
+from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.values import decode_values, encode_values
+
+log = logging.getLogger("holdfast")
+
+HOST = "127.0.0.1"
+
+
+class Giver:
+    """A survivor's side.
+
+    Args:
+        client: tells the controller where the state is served.
+        boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
+        collect: the state at that moment.
+        values: plain values common to all ranks, given the collected state.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        boundary: Callable[[Settle], bool],
+        collect: Callable[[bool], Collected],
+        values: Callable[[Collected], Mapping[str, object]],
+    ) -> None:
+        self._client = client
+        self._boundary = boundary
+        self._collect = collect
+        self._values = values
+        self._server: StateServer | None = None
+
+    def give(self, settle: Settle) -> None:
+        """Serve the state of ``settle.step``; in the task thread."""
+        try:
+            collected = self._collect(self._boundary(settle))
+            values = encode_values(dict(self._values(collected)))
+            server = StateServer(collected.view, values, _token(self._client))
+            port = server.start(HOST)
+        except HoldfastError as error:
+            log.error(
+                "holdfast: this rank cannot give its state: %s", error
+            )  # the bound of joining ends the wait
+            return
+        self.stop()
+        self._server = server
+        self._client.send(
+            StateOffered(
+                member_id=self._client.member_id,
+                generation=settle.generation,
+                step=settle.step,
+                host=HOST,
+                port=port,
+            )
+        )
+
+    def stop(self) -> None:
+        """Everyone has joined, or another fault came first."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+
+def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
+    """Fill this rank's state from the survivors.
+
+    Raises:
+        CheckpointMismatch: this process has built another model than the one it replaces.
+        PeerLost: a box has no holder left.
+    """
+    token = _token(client)
+    sources = {int(rank): at for rank, at in order.sources.items()}
+    layouts = {int(rank): RankLayout.from_json(data) for rank, data in order.layouts.items()}
+    catalogue = Catalogue.from_layouts(complete_layouts(layouts))
+    values: dict[str, Any] = _values(fetch(sources, [], token))
+    restore = adapter.restore(catalogue, values)
+    wanted = [
+        Wanted(meta.fqn, meta.box, data, catalogue.holders(meta.fqn, meta.box))
+        for meta, data in restore.buffers()
+        if len(data)  # an uneven shard may be empty, and nobody else declares the same nothing
+    ]
+    missing = [f"{want.fqn}{want.box}" for want in wanted if not set(want.holders) & set(sources)]
+    if missing:
+        raise CheckpointMismatch(
+            f"no survivor holds {missing[0]} and {len(missing) - 1} more that this process has built",
+            hint="build the same model in every process, whatever its rank",
+        )
+    fetch(sources, wanted, token)
+    restore.finish()
+    local = _values(order.local) if order.local else {}
+    return Resumed(Path("peers"), order.step, values["session"], local)
+
+
+def _values(data: bytes) -> dict[str, Any]:
+    values = decode_values(data, "values of a survivor")
+    if not isinstance(values, dict):
+        raise CheckpointMismatch("a survivor gave values that are none")
+    return values
+
+
+def _token(client: Client) -> bytes:
+    assert client.run_dir is not None
+    return RunDir(client.run_dir).token()
