@@ -167,9 +167,9 @@ class Controller:
     def _protocol(self, now: float, member: Member, event: Message) -> None:
         match event:
             case StateOffered():
-                self.recovery.offered(now, member, event)
+                self.recovery.offered(member, event)
             case JoinAsked():
-                self.recovery.join_asked(now, member)
+                self.recovery.join_asked(member)
             case Joined():
                 self.recovery.joined(now, member, event)
             case Settled():

@@ -188,14 +188,13 @@ class Recovery:
         else:
             self.progress(now)
 
-    def offered(self, now: float, member: Member, offer: StateOffered) -> None:
+    def offered(self, member: Member, offer: StateOffered) -> None:
         """A survivor serves its state."""
         self.replacement.offered(member, offer)
-        for newcomer in self.job.roster.living:
-            if newcomer.joining:
-                self.remind(newcomer)
+        for newcomer in filter(lambda m: m.joining, self.job.roster.living):
+            self.remind(newcomer)
 
-    def join_asked(self, now: float, member: Member) -> None:
+    def join_asked(self, member: Member) -> None:
         """A newcomer wants its state."""
         member.asked = True
         self.remind(member)
@@ -471,13 +470,13 @@ class Recovery:
         job = self.job
         self._then = "replace"
         self._go("replace")
-        for name in ("quiesce", "quiesce-early"):
-            job.cancel(name)
+        job.cancel("quiesce")
+        job.cancel("quiesce-early")
         self.replacement.start(sources)
         for member in job.roster.living:
             self.remind(member)
-        for name in ("startup", "join"):
-            job.timer(name, job.config.startup_s)
+        job.timer("startup", job.config.startup_s)
+        job.timer("join", job.config.startup_s)
 
     def _save_order(self, sources: tuple[int, ...]) -> SaveOrder:
         job = self.job

@@ -463,13 +463,11 @@ class World:
                 self.later(self.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)
 
     def updates(self, worker: SimWorker) -> None:
-        """A rank begins to change its parameters."""
         self.checks.updates(worker)
 
     def fetch(self, rank: int) -> int | None:
         """What a newcomer is given by the living process of ``rank``: the updates that its parameters hold."""
-        worker = self.seated[rank]
-        return worker.applied if worker.alive and not worker.stopped else None
+        return self.seated[rank].applied if self.seated[rank].alive else None
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
