@@ -203,18 +203,7 @@ class Recovery:
         """A newcomer holds its state."""
         if self.phase != "replacing" or not member.joining:
             return
-        member.joining = False
-        self.job.record(
-            "joined",
-            rank=member.rank,
-            member_id=int(member.member_id),
-            step=message.step,
-            generation=str(self.job.generation),
-        )
-        ready = Settled(
-            member_id=member.member_id, generation=message.generation, state="ready", step=message.step
-        )
-        self.settled(now, member, ready)
+        self.settled(now, member, self.replacement.joined(member, message))
 
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
         """A source has written its share, or could not."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from holdfast.core.decision import Decided, Report
 from holdfast.core.job import Job
 from holdfast.core.membership import Member
-from holdfast.core.messages import MemberExited, Receive, StateOffered
+from holdfast.core.messages import Joined, MemberExited, Receive, Settled, StateOffered
 
 
 class Replacement:
@@ -81,6 +81,20 @@ class Replacement:
             layout_version=job.roster.layouts[member.rank].version,
             catalogued_version=job.roster.catalogued_version,
             local=self.local_of(member),
+        )
+
+    def joined(self, member: Member, message: Joined) -> Settled:
+        """A newcomer holds its state: from now on a member, with this report."""
+        member.joining = False
+        self.job.record(
+            "joined",
+            rank=member.rank,
+            member_id=int(member.member_id),
+            step=message.step,
+            generation=str(self.job.generation),
+        )
+        return Settled(
+            member_id=member.member_id, generation=message.generation, state="ready", step=message.step
         )
 
     def local_of(self, member: Member) -> bytes:
