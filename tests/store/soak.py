@@ -34,13 +34,13 @@ from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
 from holdfast.store.root import Root
 from holdfast.store.writer import Written
-from tests.runtime.runs import exists
 from tests.store.worlds import World, random_array, replicated
 
 RANKS = 2
 DELAY_S_MAX = 0.12
 BOUND_S = 60.0
 TARGETS = ("worker", "writer", "worker and its writer", "both workers", "everything")
+MARK = "HOLDFAST_SOAK_ROOT"
 READY_STEP = 2
 """Saves that are sealed before anything is killed."""
 
@@ -86,6 +86,7 @@ class Rank:
         if self.pid == 0:
             os.setsid()
             os.close(read)
+            os.environ[MARK] = str(root)
             work(root, rank, write)
         os.close(write)
         os.set_blocking(read, False)
@@ -137,6 +138,18 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def writers_of(root: Path) -> list[int]:
+    """Writer processes of this trial, those too that replaced another one a moment before their worker died."""
+    mark, found = f"{MARK}={root}".encode(), []
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                found.append(int(entry))
+        except OSError:
+            continue  # it has ended, or belongs to somebody else
+    return found
+
+
 def strike(target: str, ranks: list[Rank], draw: random.Random) -> None:
     """Kill whom the target names."""
     chosen = draw.choice(ranks)
@@ -169,8 +182,7 @@ def trial(target: str, draw: random.Random) -> str:
             strike(target, ranks, draw)
             for rank in ranks:
                 rank.kill()
-            pids = [pid for rank in ranks for pid in rank.writers()]
-            wait_for("the writers leave", lambda: not any(exists(pid) for pid in pids))
+            wait_for("the writers leave", lambda: not writers_of(root))
             failed = [line for rank in ranks for line in rank.lines() if line[0] == "failed"]
             assert not failed, failed
             found = Root(root).newest_valid(deep=True).require()
