@@ -24,7 +24,7 @@ WORDS = {
     "fenced": "the old generation is closed",
     "quiesced": "survivors left their collectives",
     "planned": "the step is decided",
-    "restored": "saved by survivors, loaded by all",
+    "restored": "state taken from the survivors",
     "resumed": "next step committed, full size",
 }
 WIDTH = 80

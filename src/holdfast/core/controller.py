@@ -223,7 +223,7 @@ class Controller:
             kind=event.kind,
             what=event.what,
             digest=event.digest,
-            attempt=job.attempts - 1,
+            attempt=len(job.answered),
             user_error=event.user_error,
         )
         self.recovery.member_fault(now, member, "exception", f"{event.kind}: {event.what}", failure)

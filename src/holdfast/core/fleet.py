@@ -291,7 +291,7 @@ class Fleet:
                 kind=HANG,
                 what=how,
                 digest=f"hang in {member.hung_in}"[:200],
-                attempt=self.job.attempts - 1,
+                attempt=len(self.job.answered),
             )
         self.recovery.member_fault(now, member, kind, how, failure)
 

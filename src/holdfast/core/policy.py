@@ -58,7 +58,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     what: str
     digest: str
-    attempt: int = 0  # the start of all workers that it belongs to
+    attempt: int = 0  # recoveries before it: failures of one attempt are one occurrence
     user_error: bool = False
 
 

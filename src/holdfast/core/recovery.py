@@ -357,7 +357,7 @@ class Recovery:
             at_s=now,
             digest=failure.digest if failure else "",
             failed_step=failure.step if failure else 0,
-            attempt=job.attempts - 1,
+            attempt=failure.attempt if failure else 0,
         )
         failures = ((failure.digest, failure.step, failure.attempt),) if failure else ()
         job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))

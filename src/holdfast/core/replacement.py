@@ -40,6 +40,8 @@ class Replacement:
         living = job.roster.living
         if config.library:
             return "the workers belong to another launcher"
+        if config.alone:
+            return "a minority only seals"
         if config.on_fault == "restart":
             return "all workers are restarted on request"
         if not living or not decided.sound or any(m.finished for m in job.roster.members):
