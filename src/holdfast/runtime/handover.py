@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -124,8 +125,11 @@ class StateServer:
                 for message in link.receive(data):
                     link.send(self._answer(message))
                 sock.sendall(link.take_output())
-        except (OSError, ProtocolError):
-            pass  # the newcomer is gone, or is none: it has another holder, and its own error
+        except ProtocolError:
+            with contextlib.suppress(OSError):
+                sock.sendall(link.take_output())  # why a stranger is refused
+        except OSError:
+            pass  # the newcomer is gone
         finally:
             self._peers.discard(sock)
             sock.close()
@@ -152,9 +156,9 @@ def fetch(sources: Mapping[int, tuple[str, int]], wanted: Sequence[Wanted], toke
     Raises:
         PeerLost: a piece has no holder left that gives it.
     """
-    with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="holdfast-fetch") as pool:
-        peers = {rank: _Peer(rank, at, token) for rank, at in sources.items()}
-        try:
+    peers = {rank: _Peer(rank, at, token) for rank, at in sources.items()}
+    try:
+        with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             values = pool.submit(_first, [peers[rank] for rank in sorted(peers)], AskValues(), -1)
             todo = _pieces(wanted)
             while todo:
@@ -162,9 +166,9 @@ def fetch(sources: Mapping[int, tuple[str, int]], wanted: Sequence[Wanted], toke
                 refused = pool.map(_take, [peers[rank] for rank in shares], shares.values())
                 todo = [part for parts in refused for part in parts]
             return values.result()
-        finally:
-            for peer in peers.values():
-                peer.close()
+    finally:
+        for peer in peers.values():
+            peer.close()
 
 
 class _Part(msgspec.Struct):

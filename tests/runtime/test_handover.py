@@ -1,0 +1,166 @@
+"""State from process to process: real servers on loopback, cut, lying and refusing ones among them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import AuthError, InternalError, PeerLost
+from holdfast.runtime import handover
+from holdfast.runtime.handover import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
+from holdfast.store.layout import Box
+from tests.runtime.runs import SOURCE
+
+TOKEN = b"t" * 32
+VALUES = b"plain values"
+BIG = 2 * PIECE_SIZE_BYTES + 17
+SIZES = {"big": BIG, "small": 5, "other": PIECE_SIZE_BYTES}
+
+
+def content(fqn: str) -> bytes:
+    """What every holder has of a tensor."""
+    return random.Random(fqn).randbytes(SIZES[fqn])
+
+
+def box(fqn: str) -> Box:
+    """The whole of a tensor of bytes."""
+    return Box((0,), (SIZES[fqn],))
+
+
+def view(fqn: str, asked: Box) -> memoryview:
+    """The view of an honest holder."""
+    if fqn not in SIZES or asked != box(fqn):
+        raise InternalError(f"this rank does not hold {fqn}{asked}")
+    return memoryview(content(fqn))
+
+
+class Servers:
+    """Servers by rank, and the boxes that a newcomer wants."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, tuple[str, int]] = {}
+        self.open: list[StateServer] = []
+        self.buffers = {fqn: bytearray(size) for fqn, size in SIZES.items()}
+
+    def add(self, rank: int, token: bytes = TOKEN, **changed: object) -> StateServer:
+        """One more server."""
+        server = StateServer(changed.get("view", view), VALUES, token)  # type: ignore[arg-type]
+        self.at[rank] = ("127.0.0.1", server.start("127.0.0.1"))
+        self.open.append(server)
+        return server
+
+    def wanted(self, holders: tuple[int, ...]) -> list[Wanted]:
+        """All boxes, each held by ``holders``."""
+        return [Wanted(fqn, box(fqn), memoryview(data), holders) for fqn, data in self.buffers.items()]
+
+    def check(self) -> None:
+        """Every byte arrived."""
+        assert {fqn: bytes(data) for fqn, data in self.buffers.items()} == {
+            fqn: content(fqn) for fqn in SIZES
+        }
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    for server in made.open:
+        server.close()
+
+
+def test_the_load_is_spread_over_all_holders(servers: Servers) -> None:
+    asked: dict[int, int] = {0: 0, 3: 0}
+    for rank in asked:
+
+        def counted(fqn: str, at: Box, rank: int = rank) -> memoryview:
+            asked[rank] += 1
+            return view(fqn, at)
+
+        servers.add(rank, view=counted)
+    assert fetch(servers.at, servers.wanted((0, 3)), TOKEN) == VALUES
+    servers.check()
+    assert all(count >= 2 for count in asked.values()), asked
+
+
+def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
+    def nothing(fqn: str, at: Box) -> memoryview:
+        raise InternalError("gone")
+
+    servers.add(0, view=nothing)
+    servers.add(1)
+    assert fetch(servers.at, servers.wanted((0, 1)), TOKEN) == VALUES
+    servers.check()
+    with pytest.raises(PeerLost, match="gone"):
+        fetch({0: servers.at[0]}, servers.wanted((0,)), TOKEN)
+
+
+def test_bytes_that_do_not_fit_their_digest_are_not_taken(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, calls = handover._digest, 0
+
+    def flipped(data: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        return digest(data) ^ (calls == 3)
+
+    servers.add(0)
+    servers.add(1)
+    monkeypatch.setattr(handover, "_digest", flipped)
+    fetch(servers.at, servers.wanted((0, 1)), TOKEN)
+    servers.check()
+    assert calls > 8
+
+
+CHILD = """
+import sys, time
+from tests.runtime.test_handover import TOKEN, VALUES, view
+from holdfast.runtime.handover import StateServer
+def slow(fqn, box):
+    if fqn == "big":
+        print("asked", flush=True)
+        time.sleep(60)
+    return view(fqn, box)
+print(StateServer(slow, VALUES, TOKEN).start("127.0.0.1"), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{SOURCE.parent}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=env, cwd=SOURCE.parent
+    ) as child:
+        assert child.stdout is not None
+        servers.at[0] = ("127.0.0.1", int(child.stdout.readline()))
+        servers.add(1)
+
+        def kill(fqn: str, at: Box) -> memoryview:
+            assert child.stdout is not None and child.stdout.readline() == b"asked\n"
+            os.kill(child.pid, signal.SIGKILL)
+            servers.open[0]._view = view
+            return view(fqn, at)
+
+        servers.open[0]._view = kill
+        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN) == VALUES
+    servers.check()
+
+
+def test_a_stranger_gets_nothing(servers: Servers) -> None:
+    servers.add(0)
+    with pytest.raises((PeerLost, AuthError), match="token"):
+        fetch(servers.at, servers.wanted((0,)), b"x" * 32)
+    assert not any(servers.buffers["big"])
+
+
+def test_what_nobody_holds_is_named(servers: Servers, tmp_path: Path) -> None:
+    servers.add(0)
+    with pytest.raises(PeerLost, match="nobody gives big"):
+        fetch(servers.at, servers.wanted((7,)), TOKEN)
