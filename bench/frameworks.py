@@ -1,6 +1,6 @@
 """Other frameworks: from the death of a worker to a sealed checkpoint, and to training again.
 
-    .venv-mindspore/bin/python bench/frameworks.py mindspore [--rounds 5]
+    .venv-mindspore/bin/python bench/frameworks.py mindspore [--rounds 5] [--on-fault restart]
     .venv-tensorflow/bin/python bench/frameworks.py tensorflow [--rounds 5]
     .venv-faces/bin/python bench/frameworks.py faces [--rounds 5]
 
@@ -72,7 +72,7 @@ def wait(run: Path, launched: subprocess.Popen[bytes], kind: str, count: int) ->
 
 
 def once(
-    framework: str, base: Path, number: int, job: tuple[str, ...], draw: random.Random
+    framework: str, base: Path, number: int, job: tuple[str, ...], on_fault: str, draw: random.Random
 ) -> dict[str, float]:
     """One kill; seconds by name."""
     nproc, _ = JOBS[framework]
@@ -81,7 +81,7 @@ def once(
     script, *arguments = job
     command = [
         str(Path(sys.executable).parent / "holdfast"), "run", "--run-id", "t", *FLAGS[framework],
-        "--nproc-per-node", str(nproc), str(EXAMPLES / script), *arguments,
+        "--on-fault", on_fault, "--nproc-per-node", str(nproc), str(EXAMPLES / script), *arguments,
     ]  # fmt: skip
     with (folder / "out.log").open("wb") as out:
         launched = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("framework", choices=sorted(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--on-fault", default="auto", help="as of holdfast run")
     options = parser.parse_args()
     draw = random.Random(1)
     number = 0
@@ -123,7 +124,7 @@ def main() -> None:
         for job in JOBS[options.framework][1]:
             rounds = []
             for _ in range(options.rounds):
-                rounds.append(once(options.framework, Path(base), number, job, draw))
+                rounds.append(once(options.framework, Path(base), number, job, options.on_fault, draw))
                 number += 1
             print(f"\n`{' '.join(job)}`\n")
             print("| seconds after kill -9 of a worker | n | min | median | max |\n|---|---|---|---|---|")

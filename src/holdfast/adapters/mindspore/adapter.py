@@ -50,7 +50,6 @@ class MindSporeAdapter:
         StateError: see :class:`MindSporeState`.
     """
 
-    live = False
     scaled = False
 
     def __init__(
@@ -76,6 +75,8 @@ class MindSporeAdapter:
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
         self._hooks: Hooks | None = None
         self._held = -1
+        self._alone = False  # a newcomer that has not joined yet
+        self._rehearsed = False
         self._passed = False
         self._buffers: NDArray[Any] | None = None
 
@@ -156,7 +157,7 @@ class MindSporeAdapter:
             )
         while True:
             try:
-                total = self._summed(vector)
+                total = vector if self._alone else self._summed(vector)
                 self._hooks.update(OPTIMIZER)
             except PeerLost:
                 self._redo()
@@ -291,11 +292,16 @@ class MindSporeAdapter:
         """Connect anew. Raises: GroupError."""
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
+        self._alone = False
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """No step needs one."""
-        return False
+        """Once in a newcomer: it compiles its graph and computes its gradients before it meets the others."""
+        client = Client.current()
+        if client is None or not client.joining or self._rehearsed:
+            return False
+        self._rehearsed = self._alone = True
+        return True
 
     def end_rehearsal(self) -> None:
         """Nothing."""
