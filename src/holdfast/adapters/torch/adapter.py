@@ -18,7 +18,7 @@ from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
-from holdfast.adapters.torch.heal import heal, heal_scaler, rehearsals_needed
+from holdfast.adapters.torch.heal import heal, heal_scaler, rebuild_buckets, rehearsals_needed
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
 from holdfast.adapters.torch.rng import reseed, reseed_generators
@@ -272,6 +272,9 @@ class TorchAdapter:
         self.release()
         self._fabric.quiesce()
         self._heal()
+        if self._fabric.looped:
+            for _, module in modules_of(self._model):
+                rebuild_buckets(module)
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
