@@ -23,8 +23,8 @@ from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 NPROC = 4
 LAYOUTS = ("ddp", "hsdp")
 VICTIMS = (0, 2)
-SPACING = 32  # a job whose survivors live on is soon at full speed again: the next fault must still find it
-SAVE_EVERY = 8
+SPACING = 12  # a job whose survivors live on is soon at full speed again: the next fault must still find it
+SAVE_EVERY = 4
 SOAK_KILLS_PER_RUN = 10
 Cell = tuple[str, int]
 """Phase and victim."""
@@ -48,7 +48,7 @@ def pairwise(layout: str) -> list[Fault]:
 
 def steps_for(faults: int) -> int:
     """Steps of a run that has room for so many faults."""
-    return SPACING * (faults + 3)
+    return SPACING * (faults + 4)
 
 
 def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:

@@ -83,6 +83,7 @@ class Rank:
         self._receive: Receive | None = None
         self.joining = client is not None and client.joining
         self._reached = False
+        self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
         self._block_started_ns = 0
         self._waited_ns = 0
         self._collectives = 0
@@ -206,7 +207,7 @@ class Rank:
             if not self.machine.fence(fence.generation):
                 return
             if self.client is not None:
-                self.client.page[Word.FREED_NS] = 0
+                self.client.page[Word.FREED_NS] = self._waiting_since_ns
                 if self.machine.state == "aborted":
                     self.client.page.place(self.step, Phase.ABORTED)
             self._resume = None
@@ -354,9 +355,11 @@ class Rank:
     def await_resume(self) -> None:
         """Wait for the order to go on in a new generation, and join it. An order to leave ends the process instead."""
         self.freed()
+        self._waiting_since_ns = time.monotonic_ns()
         while True:
             with self.changed:
                 self._wait(lambda: self._resume is not None)
+                self._waiting_since_ns = 0
                 resume = self._resume
                 assert resume is not None
                 self._resume = None
