@@ -1,10 +1,13 @@
-"""``holdfast ckpt``: look at checkpoints, verify, repair, merge and prune them."""
+"""``holdfast ckpt``: look at checkpoints, verify, repair, merge, convert and prune them."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
@@ -12,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
-from holdfast.errors import CheckpointInvalid
+from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.store.group_info import read_group_info
 from holdfast.store.policy import retention
 from holdfast.store.reader import load_catalogue, load_values
 from holdfast.store.root import GRACE_S, Root, resolve
@@ -25,7 +29,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON val
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def ckpt() -> None:
-    """List, verify, repair, merge and prune checkpoints.
+    """List, verify, repair, merge, convert and prune checkpoints.
 
     CHECKPOINT is a checkpoint directory, a root (then its newest valid one is meant) or ROOT@STEP.
     """
@@ -98,12 +102,25 @@ def verify(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
 @click.argument("pattern", default="*")
+@click.option("--group-info", type=click.Path(path_type=Path), help="Read MindSpore's file (GROUP_INFO_FILE) instead "
+              "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
 @json_option
-def holders(checkpoint: str, pattern: str, as_json: bool) -> int:
+def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_json: bool) -> int:
     """Which ranks held the same box of each tensor (names like PATTERN) when CHECKPOINT was saved."""
-    found = holdings(resolve(checkpoint), pattern)
+    if (checkpoint is None) == (group_info is None):
+        raise UsageError(
+            "name a checkpoint, or a file with --group-info", hint="holdfast ckpt holders --help"
+        )
+    if group_info is not None:
+        info = read_group_info(group_info)
+        if as_json:
+            _say_json(info)
+        else:
+            click.echo(ranges(info.ranks))
+        return 0
+    found = holdings(resolve(str(checkpoint)), pattern)
     if as_json:
         _say_json(found)
         return 0
@@ -130,22 +147,80 @@ def repair_checkpoint(checkpoint: str, as_json: bool) -> int:
     return 0
 
 
+def size_bytes(text: str) -> int:
+    """The bytes that ``5GB``, ``500MB`` or ``1000000`` mean.
+
+    Raises:
+        click.BadParameter: something else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 500MB or a number of bytes")
+    return max(1, int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")))
+
+
 @ckpt.command("merge")
 @click.argument("checkpoint")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--file-size-gb", type=click.FloatRange(0), default=0.0, help="Make TARGET a directory of files "
-              "up to this size, with a Hugging Face index (default: one file).")  # fmt: skip
+@click.option("--max-shard-size", "max_size_bytes", type=size_bytes, help="Make TARGET a directory: "
+              "model.safetensors, or files up to this size (5GB) with an index (default: one file).")  # fmt: skip
 @json_option
-def merge_checkpoint(checkpoint: str, target: Path, file_size_gb: float, as_json: bool) -> int:
+def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, as_json: bool) -> int:
     """Write the whole tensors of CHECKPOINT as one safetensors file TARGET."""
     path = resolve(checkpoint)
     total = load_catalogue(path).size_bytes
     with _progress("merge", total, quiet=as_json) as advance:
-        made = merge(path, target, file_size_bytes_max=int(file_size_gb * 1e9), progress=advance)
-    if as_json:
-        _say_json(made)
-    else:
-        click.echo("\n".join(made))
+        made = merge(path, target, file_size_bytes_max=max_size_bytes or 0, progress=advance)
+    _say_made(made, as_json)
+    return 0
+
+
+@ckpt.command("export")
+@click.argument("checkpoint")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", type=click.Choice(["dcp", "torch", "hf"]), required=True, help="DCP directory, torch.save file, "
+              "or a directory with the model alone in Hugging Face's form.")  # fmt: skip
+@click.option(
+    "--max-shard-size",
+    "max_size_bytes",
+    type=size_bytes,
+    default="5GB",
+    show_default=True,
+    help="Of a file, with hf.",
+)
+@json_option
+def export(
+    checkpoint: str, target: Path, to: Literal["dcp", "torch", "hf"], max_size_bytes: int, as_json: bool
+) -> int:
+    """Write CHECKPOINT as TARGET, for other programs."""
+    _needs_torch()
+    from holdfast.adapters.torch.exports import export_checkpoint
+
+    path = resolve(checkpoint)
+    with _progress("export", load_catalogue(path).size_bytes, quiet=as_json) as advance:
+        made = export_checkpoint(path, target, to, file_size_bytes_max=max_size_bytes, progress=advance)
+    _say_made(made, as_json)
+    return 0
+
+
+@ckpt.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("root", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(0), help="Updates done (default: what SOURCE says).")
+@json_option
+def import_(source: Path, root: Path, step: int | None, as_json: bool) -> int:
+    """Write SOURCE (a torch.save file or a torch DCP directory) as a checkpoint below ROOT."""
+    _needs_torch()
+    from holdfast.adapters.torch.imports import import_checkpoint
+
+    with ExitStack() as stack:
+        made = import_checkpoint(
+            source,
+            root,
+            step=step,
+            progress=lambda total: stack.enter_context(_progress("import", total, quiet=as_json)),
+        )
+    _say_made((str(made),), as_json)
     return 0
 
 
@@ -189,6 +264,20 @@ def _progress(name: str, size_bytes: int, *, quiet: bool) -> Iterator[Callable[[
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(name, total=size_bytes)
         yield lambda size_bytes: bar.advance(task, size_bytes)
+
+
+def _needs_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(
+            "torch is not installed; this command needs it", hint="pip install 'holdfast[torch]'"
+        )
+
+
+def _say_made(made: Iterable[str], as_json: bool) -> None:
+    if as_json:
+        _say_json(list(made))
+    else:
+        click.echo("\n".join(made))
 
 
 def _valid(path: Path) -> Validity:

@@ -26,7 +26,7 @@ from typing import Self
 
 from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 
-_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9._-]{0,199}")
+_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
 TEMPORARY_PREFIX = ".tmp-"
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another checkpoint directory",

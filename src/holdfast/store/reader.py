@@ -139,6 +139,16 @@ def load_values(path: Path | str) -> dict[str, object]:
     return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
 
 
+def load_values_of_all(path: Path | str) -> list[dict[str, object]]:
+    """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    manifests = sorted(_index(path).manifests.items())
+    return [_object(bytes(m.values), f"{path}: values of rank {rank}") for rank, m in manifests]
+
+
 def load_locals(path: Path | str, rank: int) -> dict[str, object]:
     """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
 

@@ -11,8 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -22,7 +25,7 @@ import xxhash
 from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
 from holdfast.store import manifest as form
 from holdfast.store.codec import dcp_metadata, encode_header
-from holdfast.store.files import Directory, write_at
+from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
 from holdfast.store.manifest import BoxRecord, RankManifest
 from holdfast.store.reader import Target, load_catalogue, load_into
@@ -65,12 +68,19 @@ def holdings(path: Path, pattern: str = "*") -> list[Holding]:
 
 
 def merge(
-    path: Path, target: Path, *, file_size_bytes_max: int = 0, progress: Callable[[int], object] = int
+    path: Path,
+    target: Path,
+    *,
+    file_size_bytes_max: int = 0,
+    names: Collection[str] | None = None,
+    progress: Callable[[int], object] = int,
 ) -> tuple[str, ...]:
-    """Write all tensors, whole, as one safetensors file, or as several with an index in the Hugging Face form.
+    """Write tensors, whole, as one safetensors file, or as a directory in the Hugging Face form.
 
     Args:
-        target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make.
+        target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make: ``model.safetensors``, or
+            several files of that size with an index. A larger tensor has a file of its own.
+        names: of the tensors to write; all by default.
         progress: called with the size in bytes of every slab written.
 
     Returns:
@@ -82,30 +92,69 @@ def merge(
         StoreWriteError: the output cannot be written.
     """
     catalogue = load_catalogue(path)
-    if os.path.lexists(target):
-        raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.absolute().parent} is not a directory")
+    parent = parent_of_new(target)
+    tensors = [t for t in catalogue.tensors if names is None or t.fqn in names]
     if not file_size_bytes_max:
-        with Directory.open(target.absolute().parent) as directory:
-            _merge_file(path, catalogue, [t.fqn for t in catalogue.tensors], directory, target.name, progress)
+        with Directory.open(parent) as directory:
+            _merge_file(path, catalogue, [t.fqn for t in tensors], directory, target.name, progress)
         return (str(target),)
     groups: list[list[str]] = [[]]
     size_bytes = 0
-    for tensor in catalogue.tensors:
+    for tensor in tensors:
         if groups[-1] and size_bytes + tensor.size_bytes > file_size_bytes_max:
             groups.append([])
             size_bytes = 0
         groups[-1].append(tensor.fqn)
         size_bytes += tensor.size_bytes
-    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    with Directory.create(target.absolute().parent, target.name) as directory:
-        for name, group in zip(names, groups, strict=True):
+    made = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        made = ["model.safetensors"]
+    with new_directory(target) as hidden, Directory.open(hidden) as directory:
+        for name, group in zip(made, groups, strict=True):
             _merge_file(path, catalogue, group, directory, name, progress)
-        weights = {fqn: name for name, group in zip(names, groups, strict=True) for fqn in group}
-        index = {"metadata": {"total_size": catalogue.size_bytes}, "weight_map": weights}
-        directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1), "merge")
-    return tuple(str(target / name) for name in (*names, INDEX_NAME))
+        if len(groups) > 1:
+            weights = {fqn: name for name, group in zip(made, groups, strict=True) for fqn in group}
+            total = sum(t.size_bytes for t in tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1), "merge")
+            made.append(INDEX_NAME)
+    return tuple(str(target / name) for name in made)
+
+
+def parent_of_new(target: Path) -> Path:
+    """The directory in which ``target`` is to be made.
+
+    Raises:
+        UsageError: ``target`` exists, or its parent is no directory.
+    """
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is not a directory")
+    return parent
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target`` that becomes ``target``, durably, when the block ends without an error.
+
+    Raises:
+        UsageError: see :func:`parent_of_new`.
+        StoreWriteError: it cannot be made.
+    """
+    parent = parent_of_new(target)
+    with writing(target):
+        hidden = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{target.name}-", dir=parent))
+    try:
+        yield hidden
+        with writing(target):
+            sync_directory(hidden)
+            os.rename(hidden, target)
+            sync_directory(parent)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)  # the error that is on its way matters more
+        raise
 
 
 def _merge_file(

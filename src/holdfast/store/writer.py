@@ -62,6 +62,7 @@ def write_share(
     *,
     threads: int = 1,
     direct: bool = False,
+    progress: Callable[[int], object] = int,
 ) -> Written:
     """Write what ``plan`` gives to ``rank`` below ``root``, durably, and seal the checkpoint when it is complete.
 
@@ -73,6 +74,7 @@ def write_share(
         threads: extents hashed and written at the same time.
         direct: past the page cache: less work for a busy machine, but who reads it back soon reads from the disk.
             With several threads, or where the file system cannot, it means nothing.
+        progress: called with the size in bytes of every extent that was hashed and written.
 
     Raises:
         StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
@@ -88,7 +90,9 @@ def write_share(
         if not directory.lock(shared=True):
             raise StoreWriteError(f"{directory.path} is being removed")
         _put_catalogue(directory, catalogue, rank)
-        share = _Share(directory, save_id, catalogue, source, rank, threads, direct and threads == 1)
+        share = _Share(
+            directory, save_id, catalogue, source, rank, threads, direct and threads == 1, progress
+        )
         done = directory.exists(form.rank_name(rank))
         groups = _files(plan.items(rank), catalogue)
         files, records = share.measure(groups) if done else share.write(groups)
@@ -141,6 +145,7 @@ class _Share:
         rank: int,
         threads: int,
         direct: bool,
+        progress: Callable[[int], object],
     ) -> None:
         self.directory = directory
         self.save_name = save_id.directory()
@@ -149,6 +154,7 @@ class _Share:
         self.rank = rank
         self.threads = threads
         self.direct = direct
+        self.progress = progress
 
     def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
         """Write one file per group; returns what the manifest says about them."""
@@ -201,6 +207,7 @@ class _Share:
         def run(extent: tuple[int, memoryview]) -> str:
             digest = xxhash.xxh3_64_hexdigest(extent[1])
             put(*extent)
+            self.progress(len(extent[1]))
             return digest
 
         if self.threads > 1 and len(extents) > 1:

@@ -28,6 +28,11 @@ class Slot(NamedTuple):
         """The tensor that is there now."""
         return self.module._buffers.get(self.key)
 
+    @property
+    def persistent(self) -> bool:
+        """True when the module's own ``state_dict`` has it."""
+        return self.key not in self.module._non_persistent_buffers_set
+
 
 class Names(NamedTuple):
     """All names of a model. ``aliases`` maps the other names of a shared tensor to its first one."""

@@ -193,12 +193,18 @@ class OptimizerState:
         """Group values and per-parameter state as plain values; tensors go to ``leaf``."""
         return {
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
+            "members": self._members(),
             "state": {
                 fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", _beside(p, leaf))
                 for fqn, p in self.fqns.items()
                 if p in state
             },
         }
+
+    def _members(self) -> list[list[str]]:
+        """Names of the parameters of each group: other programs that read the state need them."""
+        names = {id(p): fqn for fqn, p in self.fqns.items()}
+        return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]

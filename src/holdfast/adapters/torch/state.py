@@ -179,6 +179,7 @@ class TorchState:
                 out.add(buffer, slot.fqn)
         out.values = {
             "aliases": dict(self.names.aliases),
+            "transient": [slot.fqn for slot in self.names.buffers if not slot.persistent],
             "optimizers": {
                 name: o.split(
                     out.add,
