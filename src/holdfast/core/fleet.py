@@ -91,7 +91,7 @@ class Fleet:
             self._launch(now)
         else:
             job.timer(
-                "gather", job.config.rejoin_s
+                "assemble", job.config.rejoin_s
             )  # the nodes in their order, if they are all about to come
         if self.recovery.phase == "waiting":
             self.recovery.launch(now)

@@ -23,9 +23,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Literal
 
-from holdfast.core.decision import Decided, Report, decide
+from holdfast.core.decision import Decided, decide
 from holdfast.core.fault import Fault, FaultKind, Seen
-from holdfast.core.ids import SaveId
+from holdfast.core.gasp import Gasp
 from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import (
@@ -35,24 +35,17 @@ from holdfast.core.messages import (
     Leave,
     Message,
     Resume,
-    SaveOrder,
     SaveReported,
     Settle,
     Settled,
     StateOffered,
 )
-from holdfast.core.phases import NO_PAGE, PHASES, Phase
-from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation, Verdict, judge
+from holdfast.core.phases import PHASES, Phase
+from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict, judge
 from holdfast.core.replacement import Replacement
+from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
-
-CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
-"""Exceptions that a lost peer causes: never themselves the reason of a fault."""
-
-
-OWN_DOING = frozenset({"exception", "hang", "silent"})
-"""Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
 
 
 def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
@@ -67,18 +60,14 @@ class Recovery:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.replacement = Replacement(job)
+        self.gasp = Gasp(job)
+        self.survey = Survey(job, self.replacement, self.gasp)
         self.phase: Phase = "idle"
         self.faults: list[Fault] = []
         self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
         self.decided: Decided | None = None
         self._reports: dict[int, Settled] = {}
-        self._order: SaveOrder | None = None
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
-        self._writing: set[int] = set()
-        self._excluded: set[int] = set()
-        self._save_attempts = 0
-        self._save_failures = 0
-        self._save_error = ""
         self._reason = ""
         self._resume = ""
         self._in_place = False
@@ -207,28 +196,19 @@ class Recovery:
 
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
         """A source has written its share, or could not."""
-        if self.phase != "saving" or self._order is None or report.save_id != self._order.save_id:
+        if self.phase != "saving":
             return
-        if report.error:
-            self._excluded.add(member.rank)
-            self._save_failed(now, f"rank {member.rank}: {report.error}")
-            return
-        self._writing.discard(member.rank)
-        if report.sealed:
+        outcome = self.gasp.reported(member.rank, report)
+        if outcome == "sealed":
             self._resume = report.save_id.directory()
             self._go("sealed")
             self._leave(now, "the last-gasp checkpoint is sealed")
-        elif not self._writing:
-            self._save_failed(now, "all shares are written, but nobody could seal them")
-
-    def _save_failed(self, now: float, why: str) -> None:
-        self._save_failures += 1
-        self._save_error = why
-        self.fence(now, f"the save failed: {why}")
+        elif outcome == "failed":
+            self.fence(now, f"the save failed: {self.gasp.error}")
 
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
-        self._writing.discard(member.rank)
+        self.gasp.writing.discard(member.rank)
         self._dead = None
         for fault in self.faults:
             if fault.member_id == member.member_id and member.exited is not None:
@@ -254,7 +234,7 @@ class Recovery:
                     self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "gasp" and self.phase == "saving":
             for member in living:
-                if member.rank in self._writing:
+                if member.rank in self.gasp.writing:
                     self.job.kill(member, f"did not save within {self.job.config.gasp_s:g} s")
         elif name == "leave" and self.phase == "leaving":
             for member in living:
@@ -317,25 +297,14 @@ class Recovery:
 
     # ---------------------------------------------------------------- quiesced -> planned
 
-    def reports(self) -> list[Report]:
-        """What is known of each rank of the old generation."""
-        found: list[Report] = []
-        for member in self.job.roster.members:
-            answer = self._reports.get(member.rank)
-            if member.alive and answer is not None:
-                found.append(Report(member.rank, answer.state, answer.step, True))
-            elif member.exited is not None and member.exited.detail != NO_PAGE:
-                found.append(Report(member.rank, member.exited.state, member.exited.step, False))
-        return found + self.replacement.reports()
-
     def _plan(self, now: float) -> None:
         job = self.job
         self._pass("quiesced", now)
         job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
-        decided = self.decided = decide(self.reports(), job.sealed_step)
+        decided = self.decided = decide(self.survey.reports(self._reports), job.sealed_step)
         if decided.step is not None:
             job.step = decided.step
-        situation = self._situation(decided)
+        situation = self.survey.situation(decided, self._reports, self.faults)
         verdict = judge(now, situation, job.answered, job.config)
         failure = situation.failures[0] if situation.failures else None
         self._pass("planned", now)
@@ -363,70 +332,13 @@ class Recovery:
         job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
         self._act(now, verdict, decided)
 
-    def _situation(self, decided: Decided) -> Situation:
-        job = self.job
-        members = job.roster.members
-        finished = [m for m in members if m.finished is not None]
-        return Situation(
-            step=job.step or None,
-            base_step=job.base_step,
-            session=job.session,
-            all_alive=all(m.alive for m in members),
-            all_sound=decided.step is not None and decided.sound and len(finished) in (0, len(members)),
-            uncovered=self._why_uncovered(decided),
-            checkpoint_known=job.sealed_step >= 0
-            or job.base_step > 0
-            or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
-            unreplaceable=self._why_unreplaceable(decided),
-            failures=self._failures(),
-        )
-
-    def _failures(self) -> tuple[Failure, ...]:
-        """The exception that caused this, unless a death came first or it is what a lost peer causes."""
-        found = [f for f in self.faults if "planned" not in f.passed]
-        if any(f.kind not in OWN_DOING for f in found):
-            return ()
-        causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
-        return tuple(causes[:1])
-
-    def _sources(self, decided: Decided) -> tuple[int, ...]:
-        return tuple(r for r in decided.sources if r not in self._excluded)
-
-    def _why_uncovered(self, decided: Decided) -> str:
-        job, sources = self.job, self._sources(decided)
-        if not job.root:
-            return "no session has told where to save"
-        if not sources:
-            return f"no living rank holds the state of step {job.step}"
-        if self._save_failures >= job.config.save_attempts_max:
-            return f"{self._save_failures} attempts failed, the last one: {self._save_error}"
-        uncovered = self._why_no_holder(sources)
-        return (
-            f"{uncovered} (save failed before: {self._save_error})"
-            if uncovered and self._save_error
-            else uncovered
-        )
-
-    def _why_unreplaceable(self, decided: Decided) -> str:
-        away = [rank for rank, report in self._reports.items() if report.away]
-        if away:
-            return f"rank {min(away)} is not inside its loop"
-        return self.replacement.why_not(decided, self._why_no_holder(decided.sources))
-
-    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
-        job = self.job
-        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
-        if missing:
-            return f"rank(s) {missing[:8]} published no layout"
-        return job.uncovered(job.roster.layouts_as_text(), sources)
-
     # ---------------------------------------------------------------- planned -> restored
 
     def _act(self, now: float, verdict: Verdict, decided: Decided) -> None:
         job = self.job
         self.final = None
         self._resume = ""
-        self._order = None
+        self.gasp.order = None
         self._then = "restart"
         if verdict.stops:
             self._then = "stop"
@@ -448,8 +360,12 @@ class Recovery:
             self._go("leave")
             self._leave(now, verdict.reason)
             return
-        self._order = self._save_order(self._sources(decided))
-        self._writing = set(self._order.sources)
+        dead = {
+            str(m.rank): local
+            for m in job.roster.members
+            if not m.alive and (local := self.replacement.local_of(m))
+        }
+        self.gasp.begin(self.gasp.sources(decided), dead)
         self._go("save")
         for member in job.roster.living:
             self.remind(member)
@@ -467,27 +383,6 @@ class Recovery:
         job.timer("startup", job.config.startup_s)
         job.timer("join", job.config.startup_s)
 
-    def _save_order(self, sources: tuple[int, ...]) -> SaveOrder:
-        job = self.job
-        self._save_attempts += 1
-        return SaveOrder(
-            save_id=SaveId(
-                run=job.config.run_id,
-                generation=job.generation,
-                step=job.step,
-                attempt=self._save_attempts,
-                kind="last-gasp",
-            ),
-            root=job.root,
-            sources=sources,
-            layouts=job.roster.layouts_as_text(),
-            dead_locals={
-                str(m.rank): local
-                for m in job.roster.members
-                if not m.alive and (local := self.replacement.local_of(m))
-            },
-        )
-
     def _standing_order(self, member: Member) -> Message | None:
         job = self.job
         who, generation = member.member_id, job.generation
@@ -500,7 +395,7 @@ class Recovery:
         if self.phase in ("saving", "retrying", "replacing"):
             if self.decided is None or not stands_in(self.decided.sources, member.rank):
                 return None
-            order = self._order
+            order = self.gasp.order
             save = order if order is not None and stands_in(order.sources, member.rank) else None
             return Settle(member_id=who, generation=generation, step=job.step, save=save, then=self._then)
         if self.phase == "resuming" and self._in_place:
@@ -580,10 +475,7 @@ class Recovery:
             self.job.record("recovered", **fault.summary())
         self.faults = []
         self.replacement.clear()
-        self._excluded = set()
-        self._save_attempts = 0
-        self._save_failures = 0
-        self._save_error = ""
+        self.gasp.clear()
 
     def _pass(self, phase: Seen, now: float) -> None:
         for fault in self.faults:

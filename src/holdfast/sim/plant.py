@@ -1,10 +1,6 @@
-"""The world around the machines: the vote's all-reduce and the checkpoint store, as far as the protocol can
-tell.
+"""The checkpoint store around the machines, as far as the protocol can tell.
 
-A vote completes when every rank of the generation has entered it; each rank hears of it on its own, and a
-rank that has not heard yet when a peer dies may see it break instead: that is where doubt comes from. The
-store knows shares and sealed checkpoints; a share says which step its parameters really had when it was
-written.
+It knows shares and sealed checkpoints; a share says which step its parameters really had when it was written.
 """
 
 from __future__ import annotations
@@ -12,45 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-
-from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import SaveOrder
-from holdfast.core.vote import Ballot, Tally
-
-
-class Round:
-    """One vote of one generation."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.ballots: dict[MemberId, Ballot] = {}
-        self.waiting: set[MemberId] = set()
-        self.tally: Tally | None = None
-
-    def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
-        """One more ballot; True when it was the last one."""
-        self.ballots[member_id] = ballot
-        self.waiting.add(member_id)
-        if len(self.ballots) < self.world_size:
-            return False
-        vectors = [b.encode() for b in self.ballots.values()]
-        self.tally = Tally.read([sum(column) for column in zip(*vectors, strict=True)], self.world_size)
-        return True
-
-
-class Group:
-    """The collectives of one generation."""
-
-    def __init__(self, generation: Generation, world_size: int) -> None:
-        self.generation = generation
-        self.world_size = world_size
-        self.broken = False
-        self.members: set[MemberId] = set()
-        self.rounds: dict[int, Round] = {}
-
-    def round(self, step: int) -> Round:
-        """The vote of ``step``."""
-        return self.rounds.setdefault(step, Round(self.world_size))
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -119,8 +76,3 @@ class Store:
         if save is not None and save.sealed:
             return save.step
         return max((s.step for s in self.saves.values() if s.sealed), default=0)
-
-
-def sources_of(order: SaveOrder | None, world_size: int) -> tuple[int, ...]:
-    """Writers of an order; without one (a periodic save) every rank."""
-    return order.sources if order is not None else tuple(range(world_size))

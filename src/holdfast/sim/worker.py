@@ -37,7 +37,8 @@ from holdfast.core.messages import (
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Ballot, Tally
 from holdfast.exits import Exit
-from holdfast.sim.plant import Group, Share, Store
+from holdfast.sim.collectives import Collectives
+from holdfast.sim.plant import Share, Store
 
 COMPUTE_S = 0.1
 UPDATE_S = 0.01
@@ -49,6 +50,7 @@ class Surroundings(Protocol):
     """What a worker needs of the world."""
 
     store: Store
+    collectives: Collectives
     world_size: int
     everyone: tuple[int, ...]
     until: int
@@ -56,8 +58,6 @@ class Surroundings(Protocol):
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
     def jitter(self, low_s: float, high_s: float) -> float: ...
     def uplink(self, worker: SimWorker, message: Message) -> None: ...
-    def group(self, generation: Generation) -> Group: ...
-    def vote(self, worker: SimWorker, ballot: Ballot) -> None: ...
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None: ...
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None: ...
     def updates(self, worker: SimWorker) -> None: ...
@@ -166,7 +166,7 @@ class SimWorker:
 
     def _open(self) -> None:
         self._open_at(self.world.store.newest_step(self._resume))
-        self.world.group(self.machine.generation).members.add(self.member_id)
+        self.world.collectives.group(self.machine.generation).members.add(self.member_id)
         self._next_step()
 
     def _open_at(self, step: int) -> None:
@@ -227,9 +227,9 @@ class SimWorker:
                 step=self.machine.step,
                 exit=bool(self._exit_source),
                 save=(self.machine.step + 1) % SAVE_EVERY == 0,
-                unsound=self.world.group(self.machine.generation).broken,
+                unsound=self.world.collectives.group(self.machine.generation).broken,
             )
-            self.world.vote(self, ballot)
+            self.world.collectives.vote(self, ballot)
 
     def vote_result(self, tally: Tally) -> None:
         """The all-reduce completed here."""
@@ -417,7 +417,7 @@ class SimWorker:
             return
         self._joining = False
         self._told, self._reached, self._order, self._tally = None, False, None, None
-        self.world.group(resume.generation).members.add(self.member_id)
+        self.world.collectives.group(resume.generation).members.add(self.member_id)
         self._next_step()
 
     def _release(self) -> None:

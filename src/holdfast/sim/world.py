@@ -20,7 +20,7 @@ from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig, Config
 from holdfast.core.controller import Controller
 from holdfast.core.history import Past
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
     AgentGone,
     CancelTimer,
@@ -43,18 +43,17 @@ from holdfast.core.messages import (
     StartMembers,
     Tick,
 )
-from holdfast.core.vote import Ballot
 from holdfast.errors import InternalError
 from holdfast.sim.checks import Checks, Violation
+from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
-from holdfast.sim.plant import Group, Store
+from holdfast.sim.injector import Injector
+from holdfast.sim.plant import Store
 from holdfast.sim.worker import SimWorker
 
 RANKS_CHECKED_ALWAYS = 16
-FEW_RANKS = 64
 RANKS_PER_NODE = 8
 CHECK_EVERY = 1000
-COLLECTIVE_TIMEOUT_S = 30.0
 TIME_S_MAX = 3600.0
 EVENTS_MAX = 5_000_000
 
@@ -105,16 +104,15 @@ class World:
         self._number = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._links: dict[tuple[str, str], float] = {}
-        self._groups: dict[Generation, Group] = {}
-        self._armed: list[SimFault] = []
+        self.collectives = Collectives(self)
+        self.injector = Injector(self, faults)
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
         self._agents = {NodeId(f"n{i}"): SimAgent(NodeId(f"n{i}"), per_node) for i in range(nodes)}
-        for fault in faults:
-            self.later(fault.at_s, f"fault {fault.kind}", self._arm_of(fault))
+        self.injector.start()
 
     # ---------------------------------------------------------------- clock
 
@@ -352,6 +350,11 @@ class World:
         for agent in self._agents.values():
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
 
+    def ask_exit(self) -> None:
+        """Somebody types ``holdfast exit`` on the first node."""
+        agent = next(iter(self._agents.values()))
+        self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
+
     def kill_agent(self, node_id: NodeId) -> None:
         """The agent dies; its workers live, the launcher starts a successor that adopts them."""
         agent = self._agents[node_id]
@@ -412,56 +415,6 @@ class World:
             lambda: self._feed_agent(agent, message),
         )
 
-    def group(self, generation: Generation) -> Group:
-        """Collectives of a generation."""
-        return self._groups.setdefault(generation, Group(generation, self.world_size))
-
-    def vote(self, worker: SimWorker, ballot: Ballot) -> None:
-        """A rank enters the vote of its step."""
-        group = self.group(worker.machine.generation)
-        if group.broken:
-            self._break_vote(worker, 0.7)
-            return
-        round_ = group.round(ballot.step)
-        if not round_.enter(worker.member_id, ballot) or round_.tally is None:
-            return
-        tally = round_.tally
-        for member_id in sorted(round_.waiting):
-            voter = self.workers[member_id]
-
-            def deliver(voter: SimWorker = voter) -> None:
-                round_.waiting.discard(voter.member_id)
-                voter.vote_result(tally)
-
-            self.later(self.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
-
-    def _break_vote(self, worker: SimWorker, chance: float) -> None:
-        """The vote breaks here soon, or only when the collective times out."""
-        where = (worker.machine.generation, worker.machine.step)
-
-        def broken() -> None:
-            if where == (worker.machine.generation, worker.machine.step):
-                worker.vote_broken()
-
-        soon = self.rng.random() < chance
-        delay_s = self.jitter(0.0, 0.004) if soon else COLLECTIVE_TIMEOUT_S
-        self.later(delay_s, f"broken:{worker.rank}", broken)
-
-    def break_group(self, generation: Generation) -> None:
-        """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
-        group = self.group(generation)
-        if group.broken and self.world_size > FEW_RANKS:
-            return  # whoever was in a collective then is on the way out
-        group.broken = True
-        for member_id in sorted(group.members):
-            worker = self.workers[member_id]
-            if not worker.alive or worker.machine.generation != generation:
-                continue
-            if worker.machine.state == "voting":
-                self._break_vote(worker, 0.5)
-            elif worker.machine.state == "compute" and self.rng.random() < 0.5:
-                self.later(self.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)
-
     def updates(self, worker: SimWorker) -> None:
         self.checks.updates(worker)
 
@@ -472,17 +425,14 @@ class World:
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
         self.checks.moved(worker, old, new)
-        for fault in list(self._armed):
-            if fault.rank == worker.rank and fault.state == new:
-                self._armed.remove(fault)
-                self.later(fault.delay_s, f"now {fault.kind}", partial(self._strike, fault))
+        self.injector.moved(worker, new)
 
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         """A process is gone."""
         if not worker.alive:
             return
         worker.alive = False
-        self.break_group(worker.machine.generation)
+        self.collectives.break_off(worker.machine.generation)
         agent = self._agents[worker.node_id]
         event = self._exit_of(worker, code, killed_by)
         self.later(
@@ -504,53 +454,6 @@ class World:
             detail=machine.state,
             died_ns=int(self.now * 1e9),
         )
-
-    # ---------------------------------------------------------------- faults
-
-    def _time_out(self, stopped: SimWorker, generation: Generation) -> None:
-        """Whoever waits for a stopped process gives up; if nobody does, a hang detector ends it."""
-        self.later(COLLECTIVE_TIMEOUT_S, "hang", partial(self.died, stopped, None, 9))
-        for _, worker in sorted(self.seated.items()):
-            if stopped.alive and worker.machine.generation == generation and worker.machine.state == "voting":
-                self.later(self.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
-
-    def _arm_of(self, fault: SimFault) -> Callable[[], None]:
-        def arm() -> None:
-            if fault.state:
-                self._armed.append(fault)
-            else:
-                self._strike(fault)
-
-        return arm
-
-    def _strike(self, fault: SimFault) -> None:
-        worker = self.seated.get(fault.rank)
-        match fault.kind:
-            case "controller":
-                self.kill_controller()
-            case "ask_exit":
-                agent = next(iter(self._agents.values()))
-                self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
-            case _ if worker is None or not worker.alive:
-                return
-            case "agent":
-                self.kill_agent(worker.node_id)
-            case "kill":
-                self.died(worker, None, 9)
-            case "exit":
-                self.died(worker, 1, None)
-            case "raise":
-                worker.fail("bad batch")
-            case "stop":
-                worker.stopped = True
-                generation = worker.machine.generation
-                self.later(COLLECTIVE_TIMEOUT_S, "timeout", partial(self._time_out, worker, generation))
-            case "save_error":
-                worker.save_error = True
-                self.save_errors += 1
-            case "glitch":
-                self.break_group(worker.machine.generation)
-                worker.glitch()
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):

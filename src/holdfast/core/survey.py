@@ -1,0 +1,100 @@
+"""What is known once the old generation has come to rest: the situation that the ladder is asked about.
+
+Theory. Reports, the faults so far, layouts and the state of the nodes are gathered into one value, and with it why a
+rung cannot be taken. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holdfast.core.decision import Decided, Report
+from holdfast.core.fault import Fault
+from holdfast.core.gasp import Gasp
+from holdfast.core.job import Job
+from holdfast.core.messages import Settled
+from holdfast.core.phases import NO_PAGE
+from holdfast.core.policy import Failure, Situation
+from holdfast.core.replacement import Replacement
+
+CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
+"""Exceptions that a lost peer causes: never themselves the reason of a fault."""
+
+
+OWN_DOING = frozenset({"exception", "hang", "silent"})
+"""Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
+
+
+class Survey:
+    """Part of :class:`~holdfast.core.recovery.Recovery`, with which everything is shared."""
+
+    def __init__(self, job: Job, replacement: Replacement, gasp: Gasp) -> None:
+        self.job = job
+        self.replacement = replacement
+        self.gasp = gasp
+
+    def reports(self, answers: Mapping[int, Settled]) -> list[Report]:
+        """What is known of each rank of the old generation; ``answers`` to the newest fence by rank."""
+        found: list[Report] = []
+        for member in self.job.roster.members:
+            answer = answers.get(member.rank)
+            if member.alive and answer is not None:
+                found.append(Report(member.rank, answer.state, answer.step, True))
+            elif member.exited is not None and member.exited.detail != NO_PAGE:
+                found.append(Report(member.rank, member.exited.state, member.exited.step, False))
+        return found + self.replacement.reports()
+
+    def situation(
+        self, decided: Decided, answers: Mapping[int, Settled], faults: Sequence[Fault]
+    ) -> Situation:
+        """All that the ladder may know."""
+        job = self.job
+        members = job.roster.members
+        finished = [m for m in members if m.finished is not None]
+        return Situation(
+            step=job.step or None,
+            base_step=job.base_step,
+            session=job.session,
+            all_alive=all(m.alive for m in members),
+            all_sound=decided.step is not None and decided.sound and len(finished) in (0, len(members)),
+            uncovered=self._why_uncovered(decided),
+            checkpoint_known=job.sealed_step >= 0
+            or job.base_step > 0
+            or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
+            unreplaceable=self._why_unreplaceable(decided, answers),
+            failures=_failures(faults),
+        )
+
+    def _why_uncovered(self, decided: Decided) -> str:
+        job, gasp = self.job, self.gasp
+        sources = gasp.sources(decided)
+        if not job.root:
+            return "no session has told where to save"
+        if not sources:
+            return f"no living rank holds the state of step {job.step}"
+        if gasp.failures >= job.config.save_attempts_max:
+            return f"{gasp.failures} attempts failed, the last one: {gasp.error}"
+        uncovered = self._why_no_holder(sources)
+        return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
+
+    def _why_unreplaceable(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+        away = [rank for rank, report in answers.items() if report.away]
+        if away:
+            return f"rank {min(away)} is not inside its loop"
+        return self.replacement.why_not(decided, self._why_no_holder(decided.sources))
+
+    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
+        job = self.job
+        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
+        if missing:
+            return f"rank(s) {missing[:8]} published no layout"
+        return job.uncovered(job.roster.layouts_as_text(), sources)
+
+
+def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
+    """The exception that caused this, unless a death came first or it is what a lost peer causes."""
+    found = [f for f in faults if "planned" not in f.passed]
+    if any(f.kind not in OWN_DOING for f in found):
+        return ()
+    causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
+    return tuple(causes[:1])

@@ -1,0 +1,136 @@
+"""The collectives of the simulated ranks, as far as the protocol can tell: the vote's all-reduce, and how it breaks.
+
+A vote completes when every rank of the generation has entered it; each rank hears of it on its own, and a
+rank that has not heard yet when a peer dies may see it break instead: that is where doubt comes from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.step import StepMachine
+from holdfast.core.vote import Ballot, Tally
+
+FEW_RANKS = 64
+COLLECTIVE_TIMEOUT_S = 30.0
+
+
+class Voter(Protocol):
+    """What a collective needs of a rank."""
+
+    member_id: MemberId
+    rank: int
+    alive: bool
+    machine: StepMachine
+
+    def vote_result(self, tally: Tally) -> None: ...
+    def vote_broken(self) -> None: ...
+    def glitch(self) -> None: ...
+
+
+class Scene(Protocol):
+    """What the collectives need of the world."""
+
+    world_size: int
+    rng: random.Random
+
+    @property
+    def workers(self) -> Mapping[MemberId, Voter]: ...
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+    def jitter(self, low_s: float, high_s: float) -> float: ...
+
+
+class Round:
+    """One vote of one generation."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.ballots: dict[MemberId, Ballot] = {}
+        self.waiting: set[MemberId] = set()
+        self.tally: Tally | None = None
+
+    def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
+        """One more ballot; True when it was the last one."""
+        self.ballots[member_id] = ballot
+        self.waiting.add(member_id)
+        if len(self.ballots) < self.world_size:
+            return False
+        vectors = [b.encode() for b in self.ballots.values()]
+        self.tally = Tally.read([sum(column) for column in zip(*vectors, strict=True)], self.world_size)
+        return True
+
+
+class Group:
+    """The collectives of one generation."""
+
+    def __init__(self, generation: Generation, world_size: int) -> None:
+        self.generation = generation
+        self.world_size = world_size
+        self.broken = False
+        self.members: set[MemberId] = set()
+        self.rounds: dict[int, Round] = {}
+
+    def round(self, step: int) -> Round:
+        """The vote of ``step``."""
+        return self.rounds.setdefault(step, Round(self.world_size))
+
+
+class Collectives:
+    """Of all generations."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self._groups: dict[Generation, Group] = {}
+
+    def group(self, generation: Generation) -> Group:
+        """Collectives of a generation."""
+        return self._groups.setdefault(generation, Group(generation, self.scene.world_size))
+
+    def vote(self, worker: Voter, ballot: Ballot) -> None:
+        """A rank enters the vote of its step."""
+        group = self.group(worker.machine.generation)
+        if group.broken:
+            self._break(worker, 0.7)
+            return
+        round_ = group.round(ballot.step)
+        if not round_.enter(worker.member_id, ballot) or round_.tally is None:
+            return
+        tally = round_.tally
+        for member_id in sorted(round_.waiting):
+            voter = self.scene.workers[member_id]
+
+            def deliver(voter: Voter = voter) -> None:
+                round_.waiting.discard(voter.member_id)
+                voter.vote_result(tally)
+
+            self.scene.later(self.scene.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
+
+    def _break(self, worker: Voter, chance: float) -> None:
+        """The vote breaks here soon, or only when the collective times out."""
+        where = (worker.machine.generation, worker.machine.step)
+
+        def broken() -> None:
+            if where == (worker.machine.generation, worker.machine.step):
+                worker.vote_broken()
+
+        soon = self.scene.rng.random() < chance
+        delay_s = self.scene.jitter(0.0, 0.004) if soon else COLLECTIVE_TIMEOUT_S
+        self.scene.later(delay_s, f"broken:{worker.rank}", broken)
+
+    def break_off(self, generation: Generation) -> None:
+        """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
+        group = self.group(generation)
+        if group.broken and self.scene.world_size > FEW_RANKS:
+            return  # whoever was in a collective then is on the way out
+        group.broken = True
+        for member_id in sorted(group.members):
+            worker = self.scene.workers[member_id]
+            if not worker.alive or worker.machine.generation != generation:
+                continue
+            if worker.machine.state == "voting":
+                self._break(worker, 0.5)
+            elif worker.machine.state == "compute" and self.scene.rng.random() < 0.5:
+                self.scene.later(self.scene.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)

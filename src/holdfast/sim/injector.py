@@ -1,0 +1,94 @@
+"""Strikes the simulated run with its faults, when their time and their moment have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from holdfast.core.ids import Generation, NodeId
+from holdfast.core.messages import RankState
+from holdfast.sim.collectives import COLLECTIVE_TIMEOUT_S, Collectives
+from holdfast.sim.faults import SimFault
+from holdfast.sim.worker import SimWorker
+
+
+class Target(Protocol):
+    """What faults can strike."""
+
+    collectives: Collectives
+    save_errors: int
+
+    @property
+    def seated(self) -> Mapping[int, SimWorker]: ...
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+    def jitter(self, low_s: float, high_s: float) -> float: ...
+    def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None: ...
+    def kill_controller(self) -> None: ...
+    def kill_agent(self, node_id: NodeId) -> None: ...
+    def ask_exit(self) -> None: ...
+
+
+class Injector:
+    """See the module."""
+
+    def __init__(self, world: Target, faults: tuple[SimFault, ...]) -> None:
+        self.world = world
+        self._faults = faults
+        self._armed: list[SimFault] = []
+
+    def start(self) -> None:
+        """Set the clock of each fault."""
+        for fault in self._faults:
+            self.world.later(fault.at_s, f"fault {fault.kind}", self._arm_of(fault))
+
+    def moved(self, worker: SimWorker, new: RankState) -> None:
+        """A rank has moved in the step protocol: that may be the moment of a fault."""
+        for fault in list(self._armed):
+            if fault.rank == worker.rank and fault.state == new:
+                self._armed.remove(fault)
+                self.world.later(fault.delay_s, f"now {fault.kind}", partial(self._strike, fault))
+
+    def _time_out(self, stopped: SimWorker, generation: Generation) -> None:
+        """Whoever waits for a stopped process gives up; if nobody does, a hang detector ends it."""
+        self.world.later(COLLECTIVE_TIMEOUT_S, "hang", partial(self.world.died, stopped, None, 9))
+        for _, worker in sorted(self.world.seated.items()):
+            if stopped.alive and worker.machine.generation == generation and worker.machine.state == "voting":
+                self.world.later(self.world.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
+
+    def _arm_of(self, fault: SimFault) -> Callable[[], None]:
+        def arm() -> None:
+            if fault.state:
+                self._armed.append(fault)
+            else:
+                self._strike(fault)
+
+        return arm
+
+    def _strike(self, fault: SimFault) -> None:
+        worker = self.world.seated.get(fault.rank)
+        match fault.kind:
+            case "controller":
+                self.world.kill_controller()
+            case "ask_exit":
+                self.world.ask_exit()
+            case _ if worker is None or not worker.alive:
+                return
+            case "agent":
+                self.world.kill_agent(worker.node_id)
+            case "kill":
+                self.world.died(worker, None, 9)
+            case "exit":
+                self.world.died(worker, 1, None)
+            case "raise":
+                worker.fail("bad batch")
+            case "stop":
+                worker.stopped = True
+                generation = worker.machine.generation
+                self.world.later(COLLECTIVE_TIMEOUT_S, "timeout", partial(self._time_out, worker, generation))
+            case "save_error":
+                worker.save_error = True
+                self.world.save_errors += 1
+            case "glitch":
+                self.world.collectives.break_off(worker.machine.generation)
+                worker.glitch()
