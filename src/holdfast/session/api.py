@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointInvalid, UsageError
@@ -86,13 +87,26 @@ def open_session(
     return Session(adapter, extras, settings)
 
 
-def load(path: str | os.PathLike[str], model: Any, strict: bool = True) -> LoadReport:
+def load(
+    path: str | os.PathLike[str],
+    model: Any,
+    strict: bool = True,
+    *,
+    optional: Iterable[str] = (),
+    cast: bool = False,
+) -> LoadReport:
     """Load verified weights of a checkpoint into ``model``, without a session.
 
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
         strict: every parameter and buffer of the model must be there, and no other.
+        optional: name patterns (``head.*``) of tensors that may be missing on either side whatever ``strict`` says, or
+            have another shape or dtype; then the model keeps its own.
+        cast: convert floating numbers to the model's dtype; one that it cannot hold is an error.
+
+    Returns:
+        What was loaded; ``missing``, ``unexpected`` and ``mismatched`` name what was left out.
 
     Raises:
         UsageError: ``path`` does not exist.
@@ -106,6 +120,8 @@ def load(path: str | os.PathLike[str], model: Any, strict: bool = True) -> LoadR
     from holdfast.store.root import resolve
     from holdfast.store.validity import inspect
 
+    if isinstance(optional, str):
+        raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
     configure_logging()
     framework_of(model)
     found = resolve(os.fspath(path))
@@ -113,15 +129,14 @@ def load(path: str | os.PathLike[str], model: Any, strict: bool = True) -> LoadR
     if not judged.valid:
         raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt verify {found}")
     catalogue = load_catalogue(found)
-    restore = TorchState(model, {}).restore(catalogue, {"optimizers": {}, "schedulers": {}, "state": {}})
+    none: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
+    restore = TorchState(model, {}).restore(catalogue, none, cast=cast)
     targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
     wanted = {target.fqn for target in targets}
     own = ("optimizer.", "scheduler.", "scaler.", "state.")
-    known = [
-        t.fqn for t in catalogue.tensors if t.fqn not in wanted and (not strict or t.fqn.startswith(own))
-    ]
-    report = load_into(found, targets, known=known, optional=() if strict else ("*",))
-    restore.finish()
+    known = [t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(own)]
+    report = load_into(found, targets, known=known, optional=tuple(optional), strict=strict)
+    restore.finish(report.untouched)
     return report
 
 

@@ -51,7 +51,11 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load did. ``healed`` are bad extents that another copy made up for, ``missing`` targets left untouched."""
+    """What a load did. ``healed`` are bad extents that another copy made up for.
+
+    ``missing`` (not in the checkpoint) and ``mismatched`` (of another shape or dtype) name targets left untouched,
+    ``unexpected`` tensors of the checkpoint that nobody asked for; only names that the caller gave up are in them.
+    """
 
     save_id: SaveId
     step: int
@@ -60,6 +64,13 @@ class LoadReport(msgspec.Struct, frozen=True):
     duration_s: float
     healed: tuple[str, ...]
     missing: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    @property
+    def untouched(self) -> frozenset[str]:
+        """Names of the targets that keep what they had."""
+        return frozenset((*self.missing, *self.mismatched))
 
 
 class _Read(msgspec.Struct):
@@ -87,6 +98,7 @@ def load_into(
     *,
     known: Iterable[str] = (),
     optional: Sequence[str] = (),
+    strict: bool = True,
     threads: int = 4,
 ) -> LoadReport:
     """Fill the targets from the checkpoint in directory ``path``.
@@ -94,7 +106,8 @@ def load_into(
     Args:
         targets: what this rank wants; together with ``known`` it must name every tensor of the checkpoint.
         known: names of tensors that other ranks load (pipeline stages, experts).
-        optional: name patterns (``fnmatch``) that may be missing on either side.
+        optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
+        strict: other names may not be missing on either side; another shape or dtype is refused in any case.
         threads: reads in flight.
 
     Raises:
@@ -110,12 +123,15 @@ def load_into(
         if not directory.lock(shared=True):
             raise CheckpointInvalid(f"{directory.path}: is being removed")
         index = read_index(directory)
-        missing = _compare(index.catalogue, wanted, known, optional, directory.path)
+        found = _compare(index.catalogue, wanted, known)
+        found.refuse(optional, strict, directory.path)
+        filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
         loader = _Loader(directory, index, threads)
-        loader.load([(t, t.box) for t in wanted if t.fqn not in missing and t.box.numel])
+        loader.load([(t, t.box) for t in filled if t.box.numel])
     return LoadReport(
-        index.save_id, index.save_id.step, sum(len(t.buffer) for t in wanted if t.fqn not in missing),
-        loader.read_size_bytes, time.perf_counter() - started_s, tuple(loader.healed), tuple(sorted(missing)),
+        index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
+        time.perf_counter() - started_s, tuple(loader.healed), tuple(found.missing), tuple(found.unexpected),
+        tuple(found.mismatched),
     )  # fmt: skip
 
 
@@ -392,42 +408,56 @@ def _check_target(target: Target) -> None:
         raise StateError(f"target {target.fqn!r}: box {target.box} is outside {list(target.shape)}")
 
 
-def _compare(
-    catalogue: Catalogue,
-    targets: Sequence[Target],
-    known: Iterable[str],
-    optional: Sequence[str],
-    where: Path,
-) -> set[str]:
-    """Refuse another model's checkpoint; returns the names of optional targets that it does not have."""
+class _Differences(msgspec.Struct):
+    """What the checkpoint and the targets do not share, by name; ``mismatched`` says how."""
 
-    def allowed(fqn: str) -> bool:
-        return any(fnmatchcase(fqn, pattern) for pattern in optional)
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: dict[str, str]
+    convertible: set[str]  # of those, the ones that differ in nothing but the dtype
 
-    differences: list[str] = []
-    missing: set[str] = set()
-    wanted = {target.fqn for target in targets}
+    def refuse(self, optional: Sequence[str], strict: bool, where: Path) -> None:
+        """Refuse another model's checkpoint.
+
+        Raises:
+            CheckpointMismatch: a difference that the caller did not give up.
+        """
+
+        def allowed(fqn: str) -> bool:
+            return any(fnmatchcase(fqn, pattern) for pattern in optional)
+
+        other = [fqn for fqn in self.mismatched if not allowed(fqn)]
+        lines = [self.mismatched[fqn] for fqn in other]
+        if strict:
+            lines += [f"missing: {fqn}" for fqn in self.missing if not allowed(fqn)]
+            lines += [f"unexpected: {fqn}" for fqn in self.unexpected if not allowed(fqn)]
+        if not lines:
+            return
+        shown = "\n  ".join(lines[:DIFFERENCES_SHOWN])
+        more = len(lines) - DIFFERENCES_SHOWN
+        raise CheckpointMismatch(
+            f"{where} is a checkpoint of another model ({len(lines)} differences):\n  {shown}"
+            + (f"\n  ... and {more} more" if more > 0 else ""),
+            hint="holdfast.load(path, model, cast=True) converts weights"
+            if len(other) == len(lines) and self.convertible.issuperset(other)
+            else "load it into the model that wrote it, or choose another checkpoint directory",
+        )
+
+
+def _compare(catalogue: Catalogue, targets: Sequence[Target], known: Iterable[str]) -> _Differences:
+    found = _Differences([], [], {}, set())
     for target in {(t.fqn, t.shape, t.dtype): t for t in targets}.values():
         stored = catalogue.by_fqn.get(target.fqn)
         if stored is None:
-            missing.add(target.fqn)
-            if not allowed(target.fqn):
-                differences.append(f"missing: {target.fqn}")
+            found.missing.append(target.fqn)
         elif (stored.shape, stored.dtype) != (target.shape, target.dtype):
-            differences.append(
+            if stored.shape == target.shape:
+                found.convertible.add(target.fqn)
+            found.mismatched[target.fqn] = (
                 f"mismatch: {target.fqn} is {stored.dtype} {list(stored.shape)} in the checkpoint, "
                 f"{target.dtype} {list(target.shape)} in the model"
             )
-    named = wanted | set(known)
-    differences += [
-        f"unexpected: {t.fqn}" for t in catalogue.tensors if t.fqn not in named and not allowed(t.fqn)
-    ]
-    if differences:
-        shown = "\n  ".join(differences[:DIFFERENCES_SHOWN])
-        more = len(differences) - DIFFERENCES_SHOWN
-        raise CheckpointMismatch(
-            f"{where} is a checkpoint of another model ({len(differences)} differences):\n  {shown}"
-            + (f"\n  ... and {more} more" if more > 0 else ""),
-            hint="load it into the model that wrote it, or choose another checkpoint directory",
-        )
-    return missing
+    named = {target.fqn for target in targets} | set(known)
+    found.missing.sort()
+    found.unexpected += [t.fqn for t in catalogue.tensors if t.fqn not in named]
+    return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,13 +205,16 @@ class TorchState:
         known = None if copies is None else copies.plain.get(path)
         return split(item.state_dict() if known is None else known, path, out.add)
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain], *, cast: bool = False) -> Restore:
         """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
+
+        Args:
+            cast: convert floating numbers of another dtype.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another shape.
         """
-        return Restore(self, catalogue, values)
+        return Restore(self, catalogue, values, cast)
 
 
 class Restore:
@@ -221,10 +224,13 @@ class Restore:
         targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
     """
 
-    def __init__(self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
+    def __init__(
+        self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain], cast: bool
+    ) -> None:
         self._state = state
         self._catalogue = catalogue
-        self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast = cast
+        self._staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._finish: list[Callable[[], None]] = []
         self.targets: dict[str, torch.Tensor] = dict(state.names.parameters)
         for slot in state.names.buffers:
@@ -302,23 +308,61 @@ class Restore:
         out: list[tuple[TensorMeta, memoryview]] = []
         for fqn, tensor in self.targets.items():
             local = local_of(tensor)
+            dtype = self._stored_dtype(fqn, tensor.dtype)
             for part in parts_of(tensor, fqn):
-                meta = TensorMeta(fqn, DTYPES[tensor.dtype], global_shape(tensor), part.box)
+                meta = TensorMeta(fqn, DTYPES[dtype], global_shape(tensor), part.box)
                 region = local[part.where]
-                if not is_direct(region):
-                    staged = torch.empty(region.shape, dtype=region.dtype)
-                    self._direct.append((region, staged))
+                if not is_direct(region) or dtype is not tensor.dtype:
+                    staged = torch.empty(region.shape, dtype=dtype)
+                    self._staged.append((fqn, region, staged))
                     region = staged
                 out.append((meta, byte_view(region)))
         return out
 
-    def finish(self) -> None:
-        """All boxes are filled and verified: optimizers, schedulers, scaler and extras take the new state."""
+    def _stored_dtype(self, fqn: str, dtype: torch.dtype) -> torch.dtype:
+        """That of the checkpoint where it may be converted to ``dtype``, else ``dtype``."""
+        entry = self._catalogue.by_fqn.get(fqn)
+        if not self._cast or entry is None:
+            return dtype
+        stored = TORCH_DTYPES[entry.dtype]
+        return stored if _is_number(stored) and _is_number(dtype) else dtype
+
+    def finish(self, untouched: Collection[str] = ()) -> None:
+        """All boxes but those of ``untouched`` are filled and verified: everything takes the new state.
+
+        Raises:
+            CheckpointMismatch: a number is too large for the dtype that it is converted to; nothing has changed.
+        """
+        staged = [(fqn, region, data) for fqn, region, data in self._staged if fqn not in untouched]
+        for fqn, region, data in staged:
+            if data.dtype is not region.dtype and _overflows(data, region.dtype):
+                raise CheckpointMismatch(
+                    f"{fqn}: it has numbers that {region.dtype} cannot hold (stored as {data.dtype})",
+                    hint="load it into a wider dtype",
+                )
         with torch.no_grad():
-            for region, staged in self._direct:
-                region.copy_(staged)
+            for _, region, data in staged:
+                region.copy_(data)
         for act in self._finish:
             act()
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    """True for floating dtypes with a sign: the others cannot be told to hold what another one does."""
+    return dtype.is_floating_point and dtype is not torch.float8_e8m0fnu
+
+
+def _overflows(data: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True when ``data`` has a number that ``dtype`` cannot hold."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(data.dtype).max <= limit:
+        return False
+    magnitude = (data if data.dtype.itemsize >= 4 else data.float()).abs()
+    if (
+        dtype.itemsize > 1
+    ):  # it has an infinity; torch turns that of others into the largest number of an 8-bit dtype
+        magnitude = magnitude[magnitude.isfinite()]
+    return bool((magnitude > limit).any())
 
 
 def _has_state(item: Any) -> bool:

@@ -1,0 +1,120 @@
+"""``holdfast.load``: what it converts, what it leaves out, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.adapters.torch.imports import import_checkpoint
+from holdfast.errors import CheckpointMismatch, UsageError
+
+pytestmark = pytest.mark.torch
+
+
+def net(out: int = 1) -> nn.Sequential:
+    """A small model; ``2`` is its head."""
+    torch.manual_seed(out)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, out))
+
+
+def stored(folder: Path, state: dict[str, Tensor]) -> Path:
+    """A checkpoint of these weights."""
+    folder.mkdir()
+    torch.save(state, folder / "w.pt")
+    return import_checkpoint(folder / "w.pt", folder / "ckpts")
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    """The state now."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_converts_only_on_request(tmp_path: Path) -> None:
+    state = copies(net())
+    path = stored(tmp_path / "a", state)
+    half = net().to(torch.bfloat16)
+    before = copies(half)
+    for strict in (True, False):
+        with pytest.raises(CheckpointMismatch, match=r"F32.*BF16") as refused:
+            holdfast.load(path, half, strict)
+        assert "cast=True" in refused.value.hint
+    assert equal(half, before)
+    holdfast.load(path, half, cast=True)
+    assert equal(half, {name: value.to(half.state_dict()[name].dtype) for name, value in state.items()})
+    wide = net().double()
+    holdfast.load(path, wide, cast=True)
+    assert torch.equal(wide.state_dict()["0.weight"], state["0.weight"].double())
+    counted = net()
+    counted.get_submodule("1").num_batches_tracked = torch.zeros((), dtype=torch.int32)
+    with pytest.raises(CheckpointMismatch, match="num_batches_tracked is I64"):
+        holdfast.load(path, counted, cast=True)
+
+
+def test_a_number_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    state = copies(net())
+    state["2.weight"][0, 1] = 70_000.0
+    path = stored(tmp_path / "a", state)
+    half = net(1).half()
+    before = copies(half)
+    with pytest.raises(
+        CheckpointMismatch, match=r"2\.weight: it has numbers that torch\.float16 cannot hold"
+    ):
+        holdfast.load(path, half, cast=True)
+    assert equal(half, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_infinity_stays_infinity_or_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = stored(tmp_path / "a", {"weight": torch.tensor([[1.0, torch.inf, torch.nan]])})
+    layer = nn.Linear(3, 1, bias=False).to(dtype)
+    if dtype.itemsize == 1:
+        with pytest.raises(CheckpointMismatch, match="cannot hold"):
+            holdfast.load(path, layer, cast=True)
+        return
+    holdfast.load(path, layer, cast=True)
+    assert str(layer.weight.tolist()) == "[[1.0, inf, nan]]"
+
+
+def test_another_head_on_request(tmp_path: Path) -> None:
+    state = copies(net())
+    path = stored(tmp_path / "a", state)
+    mine = net(5)
+    mine.register_parameter(
+        "extra", nn.Parameter(torch.ones(3, 4).t())
+    )  # not contiguous: read through a copy
+    before = copies(mine)
+    with pytest.raises(CheckpointMismatch) as refused:
+        holdfast.load(path, mine)
+    assert "(3 differences)" in str(refused.value) and "missing: extra" in str(refused.value)
+    with pytest.raises(CheckpointMismatch, match=r"\(2 differences\)"):
+        holdfast.load(path, mine, strict=False)
+    with pytest.raises(CheckpointMismatch, match=r"\(1 differences\)"):
+        holdfast.load(path, mine, optional=["2.*"])
+    assert equal(mine, before)
+    report = holdfast.load(path, mine, strict=False, optional=["2.*"])
+    assert report.missing == ("extra",) and report.unexpected == ()
+    assert set(report.mismatched) == {"2.weight", "2.bias"}
+    assert equal(mine, {**state, **{name: before[name] for name in ("2.weight", "2.bias", "extra")}})
+
+
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    state = copies(net())
+    path = stored(tmp_path / "a", state)
+    part = net()[:1]
+    report = holdfast.load(path, part, strict=False)
+    assert set(report.unexpected) == {name for name in state if not name.startswith("0.")}
+    assert equal(part, state) and report.missing == report.mismatched == ()
+    assert holdfast.load(path, part, optional=["1.*", "2.*"]).unexpected == report.unexpected
+    with pytest.raises(CheckpointMismatch, match=r"unexpected: 2\.weight"):
+        holdfast.load(path, part, optional=["1.*"])
+    with pytest.raises(UsageError, match="not a list"):
+        holdfast.load(path, part, optional="1.*")
