@@ -1,9 +1,14 @@
 """Which checkpoint a session starts from: all ranks agree on one, or none of them starts.
 
 Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one;
-a sum over the ranks says whether all could. If not, the next older one follows. Each rejected candidate is logged with
-its reason. An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an
-error, because somebody saved there and expects to go on.
+a sum over the ranks says how many could, and how many met what no older candidate would mend (another model, a state
+that cannot be restored, an error of the user's own ``load_state_dict``). All could: they go on. Anybody met the latter:
+all stop, each with an error. Otherwise the next older one follows. Each rejected candidate is logged with its reason.
+An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an error, because
+somebody saved there and expects to go on.
+
+Invariants:
+1. No rank leaves the search alone: whatever a candidate does to one rank, it is told to all before anyone acts on it.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from holdfast.errors import (
     HoldfastError,
     InternalError,
     NothingToResume,
+    PeerLost,
     UsageError,
 )
 from holdfast.runtime.client import Client
@@ -30,6 +36,7 @@ from holdfast.store.root import Root, resolve
 log = logging.getLogger("holdfast")
 
 KEY_TIMEOUT_S = 600.0
+WHY_LENGTH_MAX = 4000
 
 
 class Resumed(NamedTuple):
@@ -90,10 +97,12 @@ class Resume:
     Args:
         adapter: the framework.
         client: to tell the other ranks the list; None in a single process.
-        agree: sums one number over the ranks.
+        agree: sums a list of numbers over the ranks, element by element.
     """
 
-    def __init__(self, adapter: Adapter, client: Client | None, agree: Callable[[int], int]) -> None:
+    def __init__(
+        self, adapter: Adapter, client: Client | None, agree: Callable[[list[int]], list[int]]
+    ) -> None:
         self._adapter = adapter
         self._client = client
         self._agree = agree
@@ -104,7 +113,8 @@ class Resume:
         Raises:
             NothingToResume: there were candidates and none could be loaded by all ranks.
             UsageError: what the user named does not exist.
-            CheckpointMismatch: the newest valid checkpoint belongs to another model.
+            CheckpointMismatch: the newest valid checkpoint belongs to another model, on this rank or on another.
+            Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
         """
         found = self._share(look)
         reasons = list(found.rejected)
@@ -112,10 +122,15 @@ class Resume:
             log.warning("holdfast: rejected checkpoint %s", reason)
         for path in found.paths:
             loaded, reason, fatal = self._try(path)
-            if self._agree(int(loaded is not None)) == self._adapter.world_size:
+            if fatal is not None:
+                self._tell_why(fatal)
+            all_loaded, stopped = self._agree([int(loaded is not None), int(fatal is not None)])
+            if all_loaded == self._adapter.world_size:
                 return loaded
             if fatal is not None:
                 raise fatal
+            if stopped:
+                raise CheckpointMismatch(f"{path} cannot be loaded by {stopped} rank(s); {self._hear_why()}")
             reason = reason or "another rank could not load it"
             log.warning("holdfast: rejected checkpoint %s: %s", path.name, reason)
             reasons.append(f"{path.name}: {reason}")
@@ -152,14 +167,30 @@ class Resume:
             raise UsageError(f"rank 0: {told['error']}")
         return Candidates(tuple(Path(p) for p in told["paths"]), tuple(told["rejected"]))
 
-    def _try(self, path: Path) -> tuple[Resumed | None, str, HoldfastError | None]:
-        """Load and verify one candidate on this rank."""
+    def _why_key(self) -> tuple[str]:
+        assert self._client is not None
+        return (f"holdfast/resume/{self._client.generation}/why",)
+
+    def _tell_why(self, error: Exception) -> None:
+        """Before the ranks agree: those that could load it shall stop with the reason, not with a riddle."""
+        if self._client is not None:
+            text = f"rank {self._adapter.rank}: {error}"
+            self._client.kv("set", self._why_key(), text[:WHY_LENGTH_MAX].encode())
+
+    def _hear_why(self) -> str:
+        assert self._client is not None
+        return self._client.kv("get", self._why_key(), timeout_s=KEY_TIMEOUT_S).value.decode()
+
+    def _try(self, path: Path) -> tuple[Resumed | None, str, Exception | None]:
+        """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
         try:
             return load_state(self._adapter, path), "", None
-        except CheckpointMismatch as error:
-            return None, error.message, error  # an older one would not fit either
         except CheckpointInvalid as error:
             return None, error.message, None
+        except PeerLost:
+            raise  # a fault: the others are told of it by the control plane
+        except Exception as error:  # raised again when the others know
+            return None, str(error), error
 
 
 def load_state(adapter: Adapter, path: Path) -> Resumed:

@@ -178,7 +178,7 @@ class Session:
             ) from error
 
     def _load(self, look: Callable[[], Candidates]) -> None:
-        search = Resume(self._adapter, self._client, lambda number: self._adapter.vote([number])[0])
+        search = Resume(self._adapter, self._client, self._adapter.vote)
         self._resumed = search.run(look, self.root)
         if self._resumed is None:
             if self.root is not None:
