@@ -11,6 +11,7 @@ from pathlib import Path
 from holdfast import journal
 from holdfast.journal import Event
 from holdfast.runtime.procs import sweep
+from holdfast.runtime.ranktable import make
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
@@ -54,14 +55,17 @@ class Hosts:
 
     def __init__(
         self, net: Network, base: Path, nnodes: str, script: str = LOOP, args: tuple[str, ...] = (), nproc: int = 1,
-        flags: tuple[str, ...] = (), torch: bool = False,
+        flags: tuple[str, ...] = (), torch: bool = False, table: bool = False,
     ) -> None:  # fmt: skip
         self.net = net
         self.base = base
         self.nnodes = nnodes
         self.nproc = nproc
         self.flags = flags
+        self.table = table  # hosts learn who they are from a rank table, all by the same command
         base.mkdir(exist_ok=True)
+        if table:
+            (base / "table.json").write_bytes(make([net.address(i) for i in range(len(net.names))], nproc))
         self.script = base / "train.py"
         self.script.write_text(script)
         self.args = args
@@ -97,10 +101,12 @@ class Hosts:
         for index in indices or range(len(self.net.names)):
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
+            place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.net.address(0),
+                     "--nproc-per-node", str(self.nproc)]  # fmt: skip
             words = [
-                *self.net.on(index), HOLDFAST, "run", "--nnodes", self.nnodes, "--node-rank", str(index),
-                "--master-addr", self.net.address(0), "--token-file", str(self.token),
-                "--nproc-per-node", str(self.nproc), "--run-dir", str(self.base / self.homes[index]),
+                *self.net.on(index), HOLDFAST, "run", "--token-file", str(self.token),
+                *(["--rank-table", str(self.base / "table.json")] if self.table else place),
+                "--run-dir", str(self.base / self.homes[index]),
                 "--run-id", "job", "--grace-s", "20", *self.flags, str(self.script), *self.args,
             ]  # fmt: skip
             with open(self.base / f"host{index}.out", "ab") as out:

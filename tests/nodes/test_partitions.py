@@ -126,3 +126,11 @@ def test_of_two_hosts_with_a_witness_one_survives_and_takes_the_other_again(
         seats = [e.data["nodes"] for e in hosts.events(left, "generation_started")]
         assert len(seats) == 2 and seats[0] == seats[1]
     assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
+def test_hosts_started_by_one_command_and_a_rank_table(net: Network, tmp_path: Path) -> None:
+    with Hosts(net, tmp_path, "3", args=("5",), nproc=2, table=True) as hosts:
+        hosts.start(2, 1, 0)
+        assert [hosts.wait(i) for i in range(3)] == [0, 0, 0], hosts.output(0)
+        started = hosts.events(1, "generation_started")[0].data
+        assert started["nodes"] == [f"node{i}" for i in (0, 0, 1, 1, 2, 2)]

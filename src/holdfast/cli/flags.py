@@ -27,6 +27,7 @@ class Flag:
     default: str | int | float | bool | None = None
     env: bool = True  # read PET_<NAME>, as torchrun does
     ours: bool = False
+    own_variable: str = ""
 
     @property
     def key(self) -> str:
@@ -42,7 +43,7 @@ class Flag:
     @property
     def variable(self) -> str | None:
         """Environment variable that sets it, if any."""
-        return f"PET_{self.key.upper()}" if self.env and not self.ours else None
+        return f"PET_{self.key.upper()}" if self.env and not self.ours else self.own_variable or None
 
     def row(self) -> str:
         """Its line in ``docs/run-flags.md``."""
@@ -64,8 +65,9 @@ def _refused(name: str, kind: Kind, about: str, *, env: bool = True) -> Flag:
     return Flag(name, kind, "refused", about, env=env)
 
 
-def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None) -> Flag:
-    return Flag(name, kind, "used", about, default=default, ours=True)
+def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None, *,
+         variable: str = "") -> Flag:  # fmt: skip
+    return Flag(name, kind, "used", about, default=default, ours=True, own_variable=variable)
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -110,6 +112,8 @@ FLAGS: tuple[Flag, ...] = (
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
     _own("--preload", "text", "modules of the script that are slow to import (transformers.trainer,lightning.pytorch): "
          "imported once per node, before workers are forked", ""),
+    _own("--rank-table", "text", "JSON file that names the hosts and their devices (docs/rank-tables.md): gives "
+         "--nnodes, --nproc-per-node, --node-rank, --master-addr and --bind", variable="RANK_TABLE_FILE"),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage: of two nodes, the one that claims it first goes on alone"),

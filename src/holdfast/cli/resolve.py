@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from holdfast.cli.flags import BY_KEY, FLAGS
+from holdfast.cli.table import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS
@@ -63,6 +64,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         ScriptError: no such script, module or program.
     """
     notes = _refuse_and_note(values, given)
+    values, given, rank_table, device_ids = place(values, given)
     nodes = _nodes(values, given)
     kind = _kind(values)
     target = _target(kind, script)
@@ -72,9 +74,6 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         run_id = f"{run_id}-{nodes.node}"
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
-    grace_s = float(values["grace_s"])
-    if "shutdown_timeout" in given and "grace_s" not in given:
-        grace_s = float(values["shutdown_timeout"])
     settings = RunSettings(
         run_id=run_id,
         kind=kind,
@@ -93,6 +92,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         master_addr=str(values["master_addr"]),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),
+        rank_table=rank_table,
+        device_ids=device_ids,
         max_restarts=_at_least(values, "max_restarts", 0),
         restart_window_s=_at_least(values, "restart_window", 1.0),
         on_fault=_on_fault(values),
@@ -101,7 +102,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         hang_start_s=_at_least(values, "hang_start", 1.0),
         replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
-        grace_s=_positive("--grace-s", grace_s),
+        grace_s=_grace_s(values, given),
         framework=_framework(str(values["framework"])),
         preload=_preload(str(values["preload"])),
         cwd=os.getcwd(),
@@ -384,10 +385,12 @@ def _on_fault(values: Mapping[str, Any]) -> Literal["auto", "restart"]:
             raise UsageError(f"--on-fault {other} is not known", hint="--on-fault auto or --on-fault restart")
 
 
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise UsageError(f"{name} {value} is not positive", hint=RUN_HELP)
-    return value
+def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
+    same = "shutdown_timeout" in given and "grace_s" not in given
+    grace_s = float(values["shutdown_timeout" if same else "grace_s"])
+    if not grace_s > 0:
+        raise UsageError(f"--grace-s {grace_s} is not positive", hint=RUN_HELP)
+    return grace_s
 
 
 def _environment(nproc: int) -> dict[str, str]:

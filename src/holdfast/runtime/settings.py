@@ -45,6 +45,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt
     role: str = "default"
+    rank_table: str = ""  # path of the table that this run follows; empty: none
+    device_ids: tuple[int, ...] = ()  # of this host in it, by local rank
 
     max_restarts: int = 16
     restart_window_s: float = 3600.0

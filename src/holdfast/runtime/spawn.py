@@ -118,7 +118,20 @@ def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, st
         "HOLDFAST_RESUME": order.resume,
         "HOLDFAST_JOIN": "1" if order.join else "",
         "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
+        **_table_env(settings, order),
         **settings.env,
+    }
+
+
+def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
+    """What a script written for a rank table reads; nothing without one."""
+    if not settings.rank_table:
+        return {}
+    return {
+        "RANK_TABLE_FILE": settings.rank_table,
+        "RANK_ID": str(order.assignment.rank),
+        "RANK_SIZE": str(order.world_size),
+        "DEVICE_ID": str(settings.device_ids[order.assignment.local_rank]),
     }
 
 

@@ -1,0 +1,80 @@
+"""``holdfast ranktable``: check a rank table, or write one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.exits import Exit
+from holdfast.runtime.ranktable import SERVER_VERSIONS, device_addresses, make, read, refusal
+from holdfast.runtime.rundir import write_private
+
+WIDTH = 24
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def ranktable() -> None:
+    """Check a rank table, or write one (docs/rank-tables.md)."""
+
+
+@ranktable.command(name="check")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def check_file(file: Path, as_json: bool) -> int:
+    """Say every mistake of FILE at once; exit code 2 when there is one."""
+    found = read(file)
+    if as_json:
+        shown = {"file": str(file), "status": found.status, "table": found.table, "mistakes": found.mistakes}
+        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
+        return Exit.OK if found.table is not None else Exit.USAGE
+    if found.table is None:
+        raise refusal(file, found.mistakes)
+    table = found.table
+    hosts = "1 host" if len(table.servers) == 1 else f"{len(table.servers)} hosts"
+    click.echo(f"{file}: version {table.version}, {hosts}, {table.world_size} ranks, no mistake")
+    for number, server in enumerate(table.servers):
+        ranks = [device.rank for device in server.devices]
+        where = server.name if server.address in ("", server.name) else f"{server.name} ({server.address})"
+        click.echo(f"  node {number}  {where or 'any host':{WIDTH}}  ranks {ranks[0]} to {ranks[-1]}")
+    return Exit.OK
+
+
+@ranktable.command(name="make")
+@click.option("--hosts", required=True, help="Addresses of the hosts, with commas.")
+@click.option("--nproc-per-node", "--nproc_per_node", type=click.IntRange(1, 4096), required=True,
+              help="Devices of each host.")  # fmt: skip
+@click.option("--version", "version", type=click.Choice(SERVER_VERSIONS), default="1.0", show_default=True)
+@click.option("--hccn", multiple=True, metavar="HOST=FILE", help="The host's /etc/hccn.conf, for device_ip.")
+@click.option("--output", type=click.Path(path_type=Path), help="File to write (default: print it).")
+def make_file(
+    hosts: str, nproc_per_node: int, version: str, hccn: tuple[str, ...], output: Path | None
+) -> int:
+    """Write a table of equal hosts, in the order that the format wants."""
+    names = [name.strip() for name in hosts.split(",") if name.strip()]
+    data = make(names, nproc_per_node, version, dict(_addresses(each, names) for each in hccn))
+    if names != sorted(names):
+        click.echo(f"note: ranks follow the letters of the addresses: {', '.join(sorted(names))}", err=True)
+    if output is None:
+        click.echo(data.decode(), nl=False)
+        return Exit.OK
+    try:
+        write_private(output, data)
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}", hint="--output FILE in a directory that can be "
+                         "written") from error  # fmt: skip
+    click.echo(f"{output}: {len(names)} x {nproc_per_node} ranks; holdfast run --rank-table {output} ...")
+    return Exit.OK
+
+
+def _addresses(text: str, names: list[str]) -> tuple[str, dict[int, str]]:
+    host, equals, file = text.partition("=")
+    if not equals or host not in names:
+        raise UsageError(f"--hccn {text} is not HOST=FILE with one of --hosts",
+                         hint=f"--hccn {names[0] if names else 'HOST'}=hccn.conf")  # fmt: skip
+    try:
+        return host, device_addresses(Path(file).read_text(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", hint="copy it from the host") from error

@@ -1,0 +1,157 @@
+"""``holdfast ranktable`` and ``holdfast run --rank-table``: one host, and two agents on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import table as tables
+from holdfast.cli.flags import FLAGS
+from holdfast.cli.table import place
+from holdfast.errors import UsageError
+from holdfast.runtime.ranktable import make
+from tests.cli.command import HOLDFAST, Run, clean_environment
+from tests.runtime.runs import LOOP
+
+SCRIPT = f"""
+import os
+names = ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "RANK_TABLE_FILE", "RANK", "WORLD_SIZE", "GROUP_RANK")
+open(f"told-{{os.environ['RANK']}}", "w").write(" ".join(os.environ[name] for name in names))
+{LOOP}
+"""
+
+
+def without_torch(base: Path) -> dict[str, str]:
+    """The environment of a run that starts in a tenth of the time."""
+    (base / "stub" / "torch").mkdir(parents=True)
+    (base / "stub/torch/__init__.py").write_text("raise ModuleNotFoundError('none', name='torch')\n")
+    return {"PYTHONPATH": f"{base / 'stub'}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def write_table(path: Path, hosts: list[str], nproc: int, **changes: Any) -> Path:
+    """A table, with top-level values changed."""
+    path.write_text(json.dumps({**json.loads(make(hosts, nproc)), **changes}))
+    return path
+
+
+def placed(path: Path, **given: Any) -> dict[str, Any]:
+    """The flags that a table stands for, as one host sees it."""
+    values = {flag.key: flag.default for flag in FLAGS} | given | {"rank_table": str(path)}
+    return dict(place(values, frozenset(given)).values)
+
+
+def refused(path: Path, says: str, **given: Any) -> None:
+    with pytest.raises(UsageError, match=says):
+        placed(path, **given)
+
+
+def test_check_says_all_mistakes_or_what_is_where(holdfast: Run, tmp_path: Path) -> None:
+    write_table(tmp_path / "good.json", ["10.0.0.1", "10.0.0.2"], 8)
+    good = holdfast("ranktable", "check", "good.json")
+    assert good.returncode == 0 and "version 1.0, 2 hosts, 16 ranks, no mistake" in good.stdout
+    assert "node 1  10.0.0.2                  ranks 8 to 15" in good.stdout
+    write_table(tmp_path / "bad.json", ["10.0.0.1", "10.0.0.2"], 8, server_count="3", status="no")
+    bad = holdfast("ranktable", "check", "bad.json")
+    assert bad.returncode == 2 and "has 2 mistakes" in bad.stderr
+    assert "  status: is 'no'" in bad.stderr and "  server_count: says 3, server_list has 2" in bad.stderr
+    shown = json.loads(holdfast("ranktable", "check", "--json", "bad.json").stdout)
+    assert len(shown["mistakes"]) == 2 and shown["table"] is None
+
+
+def test_make_writes_what_run_takes(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "hccn.conf").write_text("address_0=192.168.0.1\naddress_1=192.168.0.2\n")
+    made = holdfast("ranktable", "make", "--hosts", "10.0.0.9,10.0.0.10", "--nproc-per-node", "2",
+                    "--hccn", "10.0.0.9=hccn.conf", "--output", "table.json")  # fmt: skip
+    assert (
+        made.returncode == 0 and "follow the letters" in made.stderr and (tmp_path / "table.json").is_file()
+    )
+    assert "192.168.0.2" in (tmp_path / "table.json").read_text()
+    refused_make = holdfast("ranktable", "make", "--hosts", "a", "--nproc-per-node", "2")
+    assert refused_make.returncode == 2 and "'a' is no address" in refused_make.stderr
+
+
+def test_a_table_stands_for_the_flags(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "t", ["127.0.0.1", "198.51.100.1", "198.51.100.2"], 2)
+    mine = placed(path)
+    assert (mine["nnodes"], mine["node_rank"], mine["nproc_per_node"]) == ("3", 0, "2")
+    assert (mine["master_addr"], mine["bind"]) == ("127.0.0.1", "127.0.0.1")
+    other = placed(path, node_rank=2)
+    assert (other["node_rank"], other["bind"]) == (2, "198.51.100.2")
+    spare = placed(path, nnodes="3:4", node_rank=3)
+    assert (spare["nnodes"], spare["node_rank"], spare["bind"]) == ("3:4", 3, None)
+
+
+def test_a_table_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "t", ["127.0.0.1", "127.0.0.2"], 2)
+    refused(path, "several hosts of the rank table .* are this machine")
+    refused(path, "--nproc-per-node 3, but the rank table .* says 2", nproc_per_node="3")
+    refused(path, "--nnodes 3, but the rank table .* has 2 hosts", nnodes="3")
+    refused(
+        write_table(tmp_path / "far", ["198.51.100.1", "198.51.100.2"], 1),
+        "no host of the rank table .* is this machine",
+    )
+    uneven = json.loads(path.read_text())
+    del uneven["server_list"][1]["device"][1]
+    (tmp_path / "uneven").write_text(json.dumps(uneven))
+    refused(tmp_path / "uneven", "have 2, 1 devices")
+
+
+def test_a_table_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "LOOK_S", 0.01)
+    path = write_table(tmp_path / "t", ["127.0.0.1"], 2, status="initializing")
+    writer = threading.Timer(0.05, lambda: os.replace(write_table(tmp_path / "new", ["127.0.0.1"], 2), path))
+    writer.start()
+    assert placed(path)["nproc_per_node"] == "2"
+    writer.join()
+    write_table(path, ["127.0.0.1"], 2, status="initializing")
+    monkeypatch.setattr(tables, "WAIT_S", 0.0)
+    refused(path, "the table is not ready")
+
+
+@pytest.mark.processes
+def test_workers_of_one_host_read_the_old_variables(tmp_path: Path, holdfast: Run) -> None:
+    value = json.loads(make(["10.0.0.1"], 2))
+    for device in value["server_list"][0]["device"]:
+        device["device_id"] = str(int(device["device_id"]) + 4)
+    (tmp_path / "table.json").write_text(json.dumps(value))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = holdfast("run", "train.py", "2", env={"RANK_TABLE_FILE": "table.json", **without_torch(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "table.json"
+    assert [(tmp_path / f"told-{r}").read_text() for r in (0, 1)] == [
+        f"{r} 2 {r + 4} {path} {r} 2 0" for r in (0, 1)
+    ]
+
+
+@pytest.mark.processes
+def test_one_command_per_host_needs_only_the_table(tmp_path: Path) -> None:
+    """Two agents on one machine, at two loopback addresses; the hosts' numbers come from the addresses."""
+    table = write_table(tmp_path / "table.json", ["127.0.0.1", "127.0.0.2"], 1)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    env = clean_environment(without_torch(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    commands = [
+        subprocess.Popen(
+            [HOLDFAST, "run", "--rank-table", str(table), "--bind", address, "--token-file", "token", "--master-port",
+             port, "--run-dir", f"at-{address}", "train.py", "3"],
+            cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for address in ("127.0.0.1", "127.0.0.2")
+    ]  # fmt: skip
+    outputs = [command.communicate(timeout=60)[0] for command in commands]
+    assert [command.returncode for command in commands] == [0, 0], outputs
+    assert [(tmp_path / f"told-{r}").read_text() for r in (0, 1)] == [
+        f"{r} 2 0 {table} {r} 2 {r}" for r in (0, 1)
+    ]
