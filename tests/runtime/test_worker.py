@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from holdfast.runtime.environment import Started
 from tests.runtime.runs import SOURCE, Run
 
 pytestmark = pytest.mark.processes
@@ -115,3 +118,27 @@ def test_a_death_in_c_is_told_by_its_signal(tmp_path: Path) -> None:
         run.start()
         assert run.wait() != 0
         assert {e.data["signal"] for e in run.events("member_exited")} == {int(signal.SIGSEGV)}
+
+
+def test_each_worker_writes_its_environment_and_versions_and_no_secret(tmp_path: Path) -> None:
+    secrets = {"NCCL_SOCKET_IFNAME": "lo", "MS_API_KEY": "no1", "HOLDFAST_TOKEN": "no2", "AWS_SECRET_ACCESS_KEY": "no3",
+               "TF_PROXY": "http://me:no4@host", "PASSWORD": "no5"}  # fmt: skip
+    script = "import os\nif os.environ['HOLDFAST_GENERATION'] == '1.1':\n    os.kill(os.getpid(), 9)\n"
+    with Run(
+        tmp_path, script, nproc=1, env={**secrets, "PYTHONPATH": f"{tmp_path / 'stub'}:{SOURCE}"}
+    ) as run:
+        run.start()
+        assert run.wait() == 0
+        lines = [line for path in sorted(run.dir.path.glob("attempt-*/rank-00000.env.jsonl"))
+                 for line in path.read_text().splitlines()]  # fmt: skip
+        starts = [msgspec.json.decode(line, type=Started) for line in lines]
+        assert len(starts) == 2 and len({start.pid for start in starts}) == 2
+        assert starts[0].versions["python"] in sys.version and "holdfast" in starts[0].versions
+        shown = starts[0].environment
+        assert (shown["NCCL_SOCKET_IFNAME"], shown["RANK"], shown["HOLDFAST_GENERATION"]) == (
+            "lo",
+            "0",
+            "1.1",
+        )
+        assert not any(f"no{k}" in line for k in range(1, 6) for line in lines) and starts[0].withheld >= 5
+        assert all(path.stat().st_mode & 0o077 == 0 for path in run.dir.path.glob("attempt-*/*.env.jsonl"))

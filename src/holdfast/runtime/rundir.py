@@ -196,3 +196,9 @@ def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
 def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     """Error file (torchelastic's JSON form) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"
+
+
+def environment_path(error_file: str) -> Path:
+    """Environment and versions of a rank, one line per worker that held it; beside its error file."""
+    path = Path(error_file)
+    return path.with_name(path.name.removesuffix(".error.json") + ".env.jsonl")

@@ -24,11 +24,12 @@ from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.core.page import Phase, Word
 from holdfast.errors import ScriptError, StoreError, UserError
 from holdfast.exits import Exit
+from holdfast.runtime import environment
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.frameworks import install_framework
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, open_log, write_private
+from holdfast.runtime.rundir import RunDir, environment_path, open_log, write_private
 from holdfast.runtime.settings import RunSettings
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -114,6 +115,7 @@ def main() -> int:
     client.start()
     offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
     try:
+        _record_start(client)
         install_framework(settings.framework)
         run_script(settings)
     except SystemExit as error:
@@ -129,6 +131,14 @@ def main() -> int:
         client.page.place(client.page.state()[0], Phase.LEFT)
     client.close()
     return code
+
+
+def _record_start(client: Client) -> None:
+    path = environment_path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    try:
+        environment.record(path, client.rank, client.member_id)
+    except OSError as error:
+        sys.stderr.write(f"holdfast: cannot write {path}: {error.strerror}\n")
 
 
 def _set_path(first: str) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -224,6 +225,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
         torch.set_num_threads(1)
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
         imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
+    versions()  # kept for the workers
     gc.collect()
     gc.freeze()  # children share these pages: a collection in a child must not write to them
     return Preloaded(imports_s, missing, thread_total())
