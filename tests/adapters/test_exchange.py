@@ -32,6 +32,7 @@ from holdfast.cli.main import answer
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
 from holdfast.store.layout import Catalogue
+from holdfast.store.place import Place
 from holdfast.store.plan import plan
 from holdfast.store.reader import load_catalogue, load_values
 from holdfast.store.validity import inspect
@@ -74,7 +75,7 @@ class Job:
         write_share(root, identity, catalogue, plan(catalogue, frozenset({0})), 0, collected, values, {0: {}})
         return root / identity.directory()
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Place) -> None:
         """As a session resumes."""
         from holdfast.store.reader import Target, load_into
 

@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.cli import doctor
 from holdfast.exits import Exit
-from holdfast.store.root import Root
 from tests.cli.command import Run
 from tests.cli.test_status import Made, swept
 from tests.store.worlds import pipeline, save, save_id
@@ -46,9 +45,9 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says: str) -> None:
     made = Made(tmp_path, "it")
     assert doctor._losses(made.directory.journal)[0].found.startswith("costs everything")
-    root = Root(tmp_path / "ck")
-    made.journal.append("session_opened", {"step": 0, "root": str(root.path), "generation": "1.1"})
+    root = tmp_path / "ck"
+    made.journal.append("session_opened", {"step": 0, "root": str(root), "generation": "1.1"})
     assert "not known before the first checkpoint" in doctor._losses(made.directory.journal)[1].found
-    save(root.path, pipeline(2, replicas), save_id())
+    save(root, pipeline(2, replicas), save_id())
     _, lost = doctor._losses(made.directory.journal)
     assert lost.grade == grade and says in lost.found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
 from holdfast.errors import CheckpointMismatch, UsageError
+from holdfast.store.place import Place
 
 pytestmark = pytest.mark.torch
 
@@ -21,7 +22,7 @@ def net(out: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, out))
 
 
-def stored(folder: Path, state: dict[str, Tensor]) -> Path:
+def stored(folder: Path, state: dict[str, Tensor]) -> Place:
     """A checkpoint of these weights."""
     folder.mkdir()
     torch.save(state, folder / "w.pt")

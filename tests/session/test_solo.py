@@ -275,7 +275,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a loader"), job.session() as s:
         s.steps()
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreWriteError, match="cannot be written"):
+    with pytest.raises(StoreWriteError, match="no checkpoint can be saved"):
         job.train(1, checkpoint=tmp_path / "file")
 
 

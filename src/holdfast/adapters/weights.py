@@ -7,16 +7,16 @@ writer knows the optimizer state of its own parameters only, so the values of al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from holdfast.adapters.values import Plain, join
 from holdfast.errors import CheckpointInvalid
 from holdfast.store.layout import Catalogue
+from holdfast.store.place import Place
 from holdfast.store.reader import load_catalogue, load_values_of_all
 
 
-def joined_values(path: Path) -> dict[str, Plain]:
+def joined_values(path: Place) -> dict[str, Plain]:
     """The values of the first writer, with optimizer state, aliases and transient names of all of them.
 
     Raises:
@@ -59,7 +59,7 @@ def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
     return [t.fqn for t in catalogue.tensors if t.fqn not in other]
 
 
-def weights_of(path: Path) -> list[str]:
+def weights_of(path: Place) -> list[str]:
     """As :func:`weights`, of the checkpoint in directory ``path``.
 
     Raises:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
+from holdfast.store.place import Place, place_of
 from holdfast.store.policy import retention
 from holdfast.store.reader import load_catalogue, load_values
 from holdfast.store.root import GRACE_S, Root, resolve
@@ -36,10 +37,10 @@ def ckpt() -> None:
 
 
 @ckpt.command("ls")
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root")
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
-def list_checkpoints(root: Path, deep: bool, as_json: bool) -> int:
+def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
     """All attempts below ROOT, newest first, and why a bad one is bad."""
     found = Root(root).list(deep=deep)
     if as_json:
@@ -49,7 +50,7 @@ def list_checkpoints(root: Path, deep: bool, as_json: bool) -> int:
     for one in found:
         kind = one.save_id.kind if one.save_id else ""
         remark = one.reason or "; ".join(one.damage)
-        table.add_row(str(one.step), Path(one.path).name, _state(one), kind, str(one.world or ""),
+        table.add_row(str(one.step), one.name, _state(one), kind, str(one.world or ""),
                       _size(one.size_bytes), remark)  # fmt: skip
     _console().print(table if found else f"no checkpoint in {root}")
     return 0
@@ -205,10 +206,10 @@ def export(
 
 @ckpt.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root")
 @click.option("--step", type=click.IntRange(0), help="Updates done (default: what SOURCE says).")
 @json_option
-def import_(source: Path, root: Path, step: int | None, as_json: bool) -> int:
+def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
     """Write SOURCE (a torch.save file or a torch DCP directory) as a checkpoint below ROOT."""
     _needs_torch()
     from holdfast.adapters.torch.imports import import_checkpoint
@@ -225,23 +226,24 @@ def import_(source: Path, root: Path, step: int | None, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
 @click.option("--grace-s", type=float, default=GRACE_S, show_default=True, help="Spare unfinished attempts younger "
               "than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
-def prune(root: Path, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:
+def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:
     """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read or written."""
-    done = Root(root).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
+    place = place_of(root)
+    done = Root(place).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
     if as_json:
         _say_json(done)
         return 0
     for name in done.removed:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {root / name}")
+        click.echo(f"{'would remove' if dry_run else 'removed'} {place / name}")
     for name, reason in done.spared.items():
-        click.echo(f"spared {root / name}: {reason}")
+        click.echo(f"spared {place / name}: {reason}")
     return 0
 
 
@@ -280,7 +282,7 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
         click.echo("\n".join(made))
 
 
-def _valid(path: Path) -> Validity:
+def _valid(path: Place) -> Validity:
     judged = inspect(path)
     if not judged.valid:
         raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt ls {path.parent}")

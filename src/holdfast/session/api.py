@@ -13,6 +13,7 @@ from holdfast.errors import CheckpointInvalid, UsageError
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
     from holdfast.session.session import Session
+    from holdfast.store.place import Place
     from holdfast.store.policy import SaveWhen
     from holdfast.store.reader import LoadReport
 
@@ -88,7 +89,7 @@ def open_session(
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Place | str | os.PathLike[str],
     model: Any,
     strict: bool = True,
     *,
@@ -124,7 +125,7 @@ def load(
         raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
     configure_logging()
     framework_of(model)
-    found = resolve(os.fspath(path))
+    found = resolve(path)
     judged = inspect(found, deep=True)
     if not judged.valid:
         raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt verify {found}")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.adapters.base import Adapter
@@ -30,6 +29,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.runtime.client import Client
+from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, load_values
 from holdfast.store.root import Root, resolve
 
@@ -42,7 +42,7 @@ WHY_LENGTH_MAX = 4000
 class Resumed(NamedTuple):
     """What was loaded: ``session`` are the session's own values, ``local`` this rank's."""
 
-    path: Path
+    path: Place
     step: int
     session: Mapping[str, Any]
     local: Mapping[str, Any]
@@ -51,12 +51,12 @@ class Resumed(NamedTuple):
 class Candidates(NamedTuple):
     """Paths to try, newest first, and why others are not among them."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Place, ...]
     rejected: tuple[str, ...]
 
 
 def candidates(
-    resume: str, root: Path | None, client: Client | None, run: str, restarted: bool
+    resume: str, root: Place | None, client: Client | None, run: str, restarted: bool
 ) -> Candidates:
     """Where this job may start from; called on rank 0.
 
@@ -70,7 +70,7 @@ def candidates(
     Raises:
         UsageError, NothingToResume: see ``store.root.resolve``.
     """
-    own: tuple[Path, ...] = ()
+    own: tuple[Place, ...] = ()
     if restarted and root is not None:
         first = "" if client is None else client.resume
         names = [name for name in Root(root).names(run) if name != first]
@@ -83,8 +83,8 @@ def candidates(
         return Candidates((), ())
     first = "" if client is None else client.resume
     found = Root(root).list()
-    paths = [Path(v.path) for v in found if v.valid]
-    rejected = tuple(f"{Path(v.path).name}: {v.reason}" for v in found if not v.valid)
+    paths = [place_of(v.path) for v in found if v.valid]
+    rejected = tuple(f"{v.name}: {v.reason}" for v in found if not v.valid)
     if first and root / first in paths:
         paths.remove(root / first)
         paths.insert(0, root / first)
@@ -107,7 +107,7 @@ class Resume:
         self._client = client
         self._agree = agree
 
-    def run(self, look: Callable[[], Candidates], root: Path | None) -> Resumed | None:
+    def run(self, look: Callable[[], Candidates], root: Place | None) -> Resumed | None:
         """The loaded checkpoint, or None for a fresh start.
 
         Raises:
@@ -165,7 +165,7 @@ class Resume:
         told = json.loads(reply.value)
         if "error" in told:
             raise UsageError(f"rank 0: {told['error']}")
-        return Candidates(tuple(Path(p) for p in told["paths"]), tuple(told["rejected"]))
+        return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _why_key(self) -> tuple[str]:
         assert self._client is not None
@@ -181,7 +181,7 @@ class Resume:
         assert self._client is not None
         return self._client.kv("get", self._why_key(), timeout_s=KEY_TIMEOUT_S).value.decode()
 
-    def _try(self, path: Path) -> tuple[Resumed | None, str, Exception | None]:
+    def _try(self, path: Place) -> tuple[Resumed | None, str, Exception | None]:
         """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
         try:
             return load_state(self._adapter, path), "", None
@@ -193,7 +193,7 @@ class Resume:
             return None, str(error), error
 
 
-def load_state(adapter: Adapter, path: Path) -> Resumed:
+def load_state(adapter: Adapter, path: Place) -> Resumed:
     """Load everything of one checkpoint into this rank.
 
     Raises:

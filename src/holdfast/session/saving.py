@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
@@ -32,6 +31,9 @@ from holdfast.session.rank import Rank
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import complete_layouts
 from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.manifest import SEAL_NAME
+from holdfast.store.opening import open_attempt
+from holdfast.store.place import Place, place_of
 from holdfast.store.plan import Plan, plan
 from holdfast.store.root import Root
 from holdfast.store.validity import inspect
@@ -68,7 +70,7 @@ class Saver:
         self,
         rank: Rank,
         adapter: Adapter,
-        root: Path | None,
+        root: Place | None,
         run: str,
         keep: int,
         values: Values,
@@ -199,7 +201,7 @@ class Saver:
             if not self._rank.fenced:
                 self._rank.enter(Phase.READY)
 
-    def _save(self, save_id: SaveId, root: Path, wait: bool) -> bool:
+    def _save(self, save_id: SaveId, root: Place, wait: bool) -> bool:
         started_s = time.perf_counter()
         collected = self._adapter.collect()
         self.publish(collected)
@@ -225,11 +227,13 @@ class Saver:
         self.saved_step = save_id.step
         return written.sealed or self._await_seal(root / save_id.directory())
 
-    def _await_seal(self, path: Path) -> bool:
+    def _await_seal(self, path: Place) -> bool:
         """The other ranks are writing their shares."""
         deadline_s = time.monotonic() + SEAL_TIMEOUT_S
         while time.monotonic() < deadline_s and not self._rank.fenced:
-            if (path / "SEALED").exists() and inspect(path).valid:
+            with open_attempt(path) as attempt:
+                sealed = attempt.exists(SEAL_NAME)
+            if sealed and inspect(path).valid:
                 return True
             time.sleep(SEAL_POLL_S)
         return False
@@ -288,7 +292,7 @@ class Saver:
         try:
             frozen = self._await_boundary(settle)
             written = self._gasp(
-                Path(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
+                place_of(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
             )
         except HoldfastError as error:
             self._report(order.save_id, error)
@@ -316,7 +320,7 @@ class Saver:
 
     def _gasp(
         self,
-        root: Path,
+        root: Place,
         save_id: SaveId,
         sources: tuple[int, ...],
         layouts: Mapping[str, bytes],

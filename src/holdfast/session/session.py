@@ -35,6 +35,8 @@ from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
 from holdfast.session.step import Blocks, Step
+from holdfast.store.opening import open_store
+from holdfast.store.place import Place, absolute
 from holdfast.store.policy import save_policies
 from holdfast.store.values import encode_values
 
@@ -70,7 +72,7 @@ class Settings:
                 raise UsageError(
                     f"session({name}={value}): must be above 0", hint=f"leave {name} out, or give 1 or more"
                 )
-        self.checkpoint = None if checkpoint is None else Path(checkpoint).absolute()
+        self.checkpoint: Place | None = None if checkpoint is None else absolute(checkpoint)
         self.resume = str(resume)
         self.seed = int(seed)
         self.policies = save_policies(save, save_every_steps, save_every_s)
@@ -109,7 +111,7 @@ class Session:
         client = self._client
         self.root = settings.checkpoint
         if ROOT_VARIABLE in os.environ:
-            self.root = Path(os.environ[ROOT_VARIABLE]).absolute()
+            self.root = absolute(os.environ[ROOT_VARIABLE])
         if self.root is None and client is not None and client.run_dir is not None and not library:
             self.root = RunDir(client.run_dir).checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -166,15 +168,12 @@ class Session:
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return
-        probe = self.root / f".probe-{os.getpid()}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
+            open_store(self.root).probe()
+        except StoreWriteError as error:
             raise StoreWriteError(
-                f"the checkpoint directory {self.root} cannot be written: {error.strerror}",
-                hint="give another one: holdfast.session(checkpoint=...)",
+                f"no checkpoint can be saved: {error.message}",
+                hint=error.hint or "give another place: holdfast.session(checkpoint=...)",
             ) from error
 
     def _load(self, look: Callable[[], Candidates]) -> None:

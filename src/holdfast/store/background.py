@@ -42,6 +42,7 @@ from holdfast.store.handover import (
     StagedPart,
 )
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+from holdfast.store.place import Place
 from holdfast.store.plan import Plan
 from holdfast.store.values import encode_values
 from holdfast.store.writer import TensorSource, Written, part_bytes
@@ -196,7 +197,7 @@ class BackgroundSaver:
 
     def save(
         self,
-        root: Path | str,
+        root: Place | str,
         save_id: SaveId,
         catalogue: Catalogue,
         plan: Plan,

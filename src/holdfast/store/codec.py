@@ -46,6 +46,11 @@ class Header(msgspec.Struct, frozen=True):
     metadata: dict[str, str]
     data_start: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.tensors[-1].stop if self.tensors else self.data_start
+
 
 def encode_header(
     tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str]

@@ -82,7 +82,7 @@ class Directory:
             return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     @classmethod
-    def create(cls, root: Path | str, name: str) -> Self:
+    def make(cls, root: Path | str, name: str) -> Self:
         """Open ``root/name``, made (durably) where it is missing, together with ``root``.
 
         Raises:

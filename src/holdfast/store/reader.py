@@ -13,13 +13,12 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -27,8 +26,10 @@ import xxhash
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
-from holdfast.store.files import Directory, read_at
+from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_range_boxes, subtract
+from holdfast.store.opening import open_attempt
+from holdfast.store.place import Place
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_values
 
@@ -93,7 +94,7 @@ class _Bad(msgspec.Struct):
 
 
 def load_into(
-    path: Path | str,
+    path: Place | str,
     targets: Iterable[Target],
     *,
     known: Iterable[str] = (),
@@ -119,7 +120,7 @@ def load_into(
     wanted = list(targets)
     for target in wanted:
         _check_target(target)
-    with Directory.open(path) as directory:
+    with open_attempt(path) as directory:
         if not directory.lock(shared=True):
             raise CheckpointInvalid(f"{directory.path}: is being removed")
         index = read_index(directory)
@@ -135,7 +136,7 @@ def load_into(
     )  # fmt: skip
 
 
-def load_catalogue(path: Path | str) -> Catalogue:
+def load_catalogue(path: Place | str) -> Catalogue:
     """The catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
 
     Raises:
@@ -144,7 +145,7 @@ def load_catalogue(path: Path | str) -> Catalogue:
     return _index(path).catalogue
 
 
-def load_values(path: Path | str) -> dict[str, object]:
+def load_values(path: Place | str) -> dict[str, object]:
     """The values common to all ranks.
 
     Raises:
@@ -155,7 +156,7 @@ def load_values(path: Path | str) -> dict[str, object]:
     return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
 
 
-def load_values_of_all(path: Path | str) -> list[dict[str, object]]:
+def load_values_of_all(path: Place | str) -> list[dict[str, object]]:
     """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
 
     Raises:
@@ -165,7 +166,7 @@ def load_values_of_all(path: Path | str) -> list[dict[str, object]]:
     return [_object(bytes(m.values), f"{path}: values of rank {rank}") for rank, m in manifests]
 
 
-def load_locals(path: Path | str, rank: int) -> dict[str, object]:
+def load_locals(path: Place | str, rank: int) -> dict[str, object]:
     """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
 
     Raises:
@@ -181,8 +182,8 @@ def load_locals(path: Path | str, rank: int) -> dict[str, object]:
     return {}
 
 
-def _index(path: Path | str) -> Index:
-    with Directory.open(path) as directory:
+def _index(path: Place | str) -> Index:
+    with open_attempt(path) as directory:
         return read_index(directory)
 
 
@@ -196,7 +197,7 @@ def _object(data: bytes, where: str) -> dict[str, object]:
 class _Loader:
     """Reads regions of stored boxes into targets."""
 
-    def __init__(self, directory: Directory, index: Index, threads: int) -> None:
+    def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
         self.directory = directory
         self.index = index
         self.threads = threads
@@ -256,18 +257,13 @@ class _Loader:
         names = list(files)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-read") as pool:
             for first in range(0, len(names), FILES_OPEN_MAX):
-                work: list[tuple[int, Path, list[_Read]]] = []
-                opened: list[int] = []
-                try:
+                work: list[tuple[SourceFile, list[_Read]]] = []
+                with ExitStack() as opened:
                     for name in names[first : first + FILES_OPEN_MAX]:
-                        fd, _ = self.directory.open_read(name)
-                        opened.append(fd)
-                        work += [(fd, self.directory.path / name, batch) for batch in files[name]]
+                        file = opened.enter_context(self.directory.open_file(name))
+                        work += [(file, batch) for batch in files[name]]
                     for found in pool.map(_perform, work):
                         bad += found
-                finally:
-                    for fd in opened:
-                        os.close(fd)
         self.read_size_bytes += sum(read.size_bytes for read in reads)
         return bad
 
@@ -344,9 +340,9 @@ def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
     return batches
 
 
-def _perform(work: tuple[int, Path, list[_Read]]) -> list[_Bad]:
+def _perform(work: tuple[SourceFile, list[_Read]]) -> list[_Bad]:
     """Read one batch, verify every extent, scatter those that are not in place; returns the bad ones."""
-    fd, path, batch = work
+    file, batch = work
     scratch = memoryview(bytearray(sum(read.size_bytes for read in batch if read.into is None)))
     buffers: list[memoryview] = []
     used = 0
@@ -357,13 +353,13 @@ def _perform(work: tuple[int, Path, list[_Read]]) -> list[_Bad]:
             buffers.append(scratch[used : used + read.size_bytes])
             used += read.size_bytes
     try:
-        read_at(fd, batch[0].start, buffers, path)
+        file.read_at(batch[0].start, buffers)
     except CheckpointInvalid as error:
         return [_Bad(read, error.message) for read in batch]
     bad: list[_Bad] = []
     for read, buffer in zip(batch, buffers, strict=True):
         if xxhash.xxh3_64_hexdigest(buffer) != read.digest:
-            bad.append(_Bad(read, bad_extent(path, read.stored.record, read.start, read.size_bytes)))
+            bad.append(_Bad(read, bad_extent(file.path, read.stored.record, read.start, read.size_bytes)))
         elif read.into is None:
             _scatter(read, buffer)
     return bad
@@ -416,7 +412,7 @@ class _Differences(msgspec.Struct):
     mismatched: dict[str, str]
     convertible: set[str]  # of those, the ones that differ in nothing but the dtype
 
-    def refuse(self, optional: Sequence[str], strict: bool, where: Path) -> None:
+    def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
         """Refuse another model's checkpoint.
 
         Raises:

@@ -1,8 +1,8 @@
-"""A checkpoint root: the directory that holds the attempts of one or more runs.
+"""A checkpoint root: the place that holds the attempts of one or more runs.
 
 Theory. There is no ``latest`` file that could lie: the newest checkpoint is the newest attempt that proves itself
 from its files. Attempts are ordered by step, then generation, then attempt; every rank that looks at the same
-files comes to the same answer. Removing is a rename first, so that a half-removed attempt is never listed.
+files comes to the same answer.
 
 Invariants:
 1. The newest valid checkpoint is never removed, nor one that is being read or written, nor a young attempt that is
@@ -13,20 +13,18 @@ Invariants:
 from __future__ import annotations
 
 import os
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import CheckpointInvalid, NothingToResume, UsageError
+from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import manifest as form
-from holdfast.store.files import Directory, reading, sync_directory, writing
+from holdfast.store.opening import open_attempt, open_store
+from holdfast.store.place import Place, Url, place_of
 from holdfast.store.validity import Validity, inspect
 
 GRACE_S = 3600.0
-_DOOMED_PREFIX = ".removing-"
 
 Policy = Callable[[Sequence[Validity]], set[str]]
 """Given the valid checkpoints, newest first, the paths of those to keep (see ``policy.py``)."""
@@ -47,7 +45,7 @@ class Choice(msgspec.Struct, frozen=True):
         """
         if self.chosen is not None:
             return self.chosen
-        reasons = "".join(f"\n  {Path(v.path).name}: {v.reason}" for v in self.rejected)
+        reasons = "".join(f"\n  {v.name}: {v.reason}" for v in self.rejected)
         raise NothingToResume(
             f"no valid checkpoint in {self.root}"
             + (f"; rejected:{reasons}" if reasons else " (no attempt at all)"),
@@ -63,22 +61,19 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 class Root:
-    """A directory of attempts. Nothing is cached: each call looks at the files."""
+    """A place with attempts. Nothing is cached: each call looks at the files."""
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Place | str | os.PathLike[str]) -> None:
+        self.path = place_of(path)
+        self._store = open_store(self.path)
 
     def names(self, run: str | None = None) -> list[str]:
-        """Directory names of all attempts (of one run), newest first; empty when the root does not exist.
+        """Names of all attempts (of one run), newest first; empty when the root does not exist.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
         """
-        with reading(self.path):
-            try:
-                found = os.listdir(self.path)
-            except FileNotFoundError:
-                return []
+        found = self._store.names()
         keyed = sorted(((key, name) for name in found if (key := form.attempt_key(name))), reverse=True)
         return [name for key, name in keyed if run is None or key[4] == run]
 
@@ -121,24 +116,24 @@ class Root:
         attempts = self.list()
         valid = [v for v in attempts if v.valid]
         if not valid:
-            return Pruned((), {Path(v.path).name: "no valid checkpoint exists" for v in attempts})
+            return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
         kept = {v.path for v in valid[:keep]} if isinstance(keep, int) else keep(valid)
         kept.add(valid[0].path)
-        kept |= {v.path for v in self._newest_of_runs(valid) if self._age_s(Path(v.path).name) < grace_s}
+        kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
         removed: list[str] = []
         spared: dict[str, str] = {}
         for found in attempts:
-            name = Path(found.path).name
+            name = found.name
             if found.path in kept:
                 continue
-            if not found.valid and self._age_s(name) < grace_s:
+            if not found.valid and self._store.age_s(name) < grace_s:
                 spared[name] = f"unfinished and younger than {grace_s:g} s"
-            elif dry_run or self._remove(name):
+            elif dry_run or self._store.remove(name):
                 removed.append(name)
             else:
                 spared[name] = "is being read or written"
         if not dry_run:
-            self._sweep()
+            self._store.sweep()
         return Pruned(tuple(removed), spared)
 
     @staticmethod
@@ -150,55 +145,38 @@ class Root:
                 newest.setdefault(found.save_id.run, found)
         return list(newest.values())
 
-    def _age_s(self, name: str) -> float:
-        """Seconds since anything was added to an attempt; infinite when it is gone."""
-        try:
-            return time.time() - os.stat(self.path / name).st_mtime
-        except FileNotFoundError:
-            return float("inf")
 
-    def _remove(self, name: str) -> bool:
-        """Remove one attempt unless somebody reads it."""
-        try:
-            directory = Directory.open(self.path / name)
-        except CheckpointInvalid:  # another process was faster, or it is no directory: not ours to touch
-            return False
-        with directory, writing(self.path / name):
-            if not directory.lock(shared=False):
-                return False
-            try:
-                os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
-            except FileNotFoundError:  # another process was faster
-                return False
-            sync_directory(self.path)
-        # Another process may be sweeping it at the same time; what is left now, the next prune sweeps.
-        shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
-        return True
-
-    def _sweep(self) -> None:
-        """Finish removals that a crash interrupted."""
-        with writing(self.path):
-            for name in os.listdir(self.path):
-                if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):
-                    shutil.rmtree(self.path / name, ignore_errors=True)
-
-
-def resolve(spec: str) -> Path:
-    """The checkpoint directory that ``PATH`` or ``PATH@STEP`` names: an attempt, or the newest valid in a root.
+def resolve(spec: Place | str | os.PathLike[str]) -> Place:
+    """The checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
-        UsageError: STEP is not a number, or PATH does not exist.
+        UsageError: STEP is not a number, or PLACE does not exist.
         NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
-        CheckpointInvalid: PATH cannot be read.
+        CheckpointInvalid: PLACE cannot be read.
     """
+    place, at = _place_and_step(str(spec) if isinstance(spec, Url) else os.fspath(spec))
+    if isinstance(place, Path) and not place.exists():
+        raise UsageError(
+            f"{place} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP"
+        )
+    if form.attempt_key(place.name) or _is_attempt(place):
+        return place
+    return place_of(Root(place).newest_valid(at).require().path)
+
+
+def _is_attempt(place: Place) -> bool:
+    """An attempt that lies under another name is known by its catalogue."""
+    with open_attempt(place) as attempt:
+        return attempt.exists(form.CATALOGUE_NAME)
+
+
+def _place_and_step(spec: str) -> tuple[Place, int | None]:
     text, at_sign, step = spec.rpartition("@")
-    if at_sign and not step.isdecimal() and not Path(spec).exists():
+    if at_sign and step.isdecimal():
+        return place_of(text), int(step)
+    place = place_of(spec)
+    if at_sign and isinstance(place, Path) and not place.exists():
         raise UsageError(
             f"{spec!r}: what follows @ is not a step number", hint="write PATH@STEP, e.g. ckpts@1200"
         )
-    path, at = (Path(text), int(step)) if at_sign and step.isdecimal() else (Path(spec), None)
-    if not path.exists():
-        raise UsageError(f"{path} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP")
-    if (path / form.CATALOGUE_NAME).exists() or form.attempt_key(path.name):
-        return path
-    return Path(Root(path).newest_valid(at).require().path)
+    return place, None

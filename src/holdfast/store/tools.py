@@ -24,10 +24,13 @@ import xxhash
 
 from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
 from holdfast.store import manifest as form
+from holdfast.store.base import Attempt
 from holdfast.store.codec import dcp_metadata, encode_header
 from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
 from holdfast.store.manifest import BoxRecord, RankManifest
+from holdfast.store.opening import open_attempt
+from holdfast.store.place import Place
 from holdfast.store.reader import Target, load_catalogue, load_into
 from holdfast.store.validity import check_contents, read_index, seal_of
 
@@ -52,7 +55,7 @@ class Repaired(msgspec.Struct, frozen=True):
     sealed: bool
 
 
-def holdings(path: Path, pattern: str = "*") -> list[Holding]:
+def holdings(path: Place, pattern: str = "*") -> list[Holding]:
     """Who holds what, by tensor name pattern.
 
     Raises:
@@ -68,7 +71,7 @@ def holdings(path: Path, pattern: str = "*") -> list[Holding]:
 
 
 def merge(
-    path: Path,
+    path: Place,
     target: Path,
     *,
     file_size_bytes_max: int = 0,
@@ -158,7 +161,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def _merge_file(
-    path: Path,
+    path: Place,
     catalogue: Catalogue,
     names: list[str],
     directory: Directory,
@@ -182,7 +185,7 @@ def _merge_file(
     directory.sync()
 
 
-def _fetch(path: Path, catalogue: Catalogue, fqn: str, dtype: str, shape: Shape, box: Box) -> memoryview:
+def _fetch(path: Place, catalogue: Catalogue, fqn: str, dtype: str, shape: Shape, box: Box) -> memoryview:
     """The verified bytes of one box."""
     data = memoryview(bytearray(box.numel * DTYPE_SIZE_BYTES[dtype]))
     load_into(path, [Target(fqn, box, dtype, data, shape)], known=catalogue.by_fqn)
@@ -205,14 +208,14 @@ def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[Box]:
         )
 
 
-def repair(path: Path) -> Repaired:
+def repair(path: Place) -> Repaired:
     """Rebuild damaged or missing shard files from other copies, and the seal.
 
     Raises:
         CheckpointInvalid: what is left does not hold everything; nothing was changed.
         StoreWriteError: a file cannot be written.
     """
-    with Directory.open(path) as directory:
+    with open_attempt(path) as directory:
         index = read_index(directory)
         damage = (*index.damage, *check_contents(directory, index, threads=2))
         rebuilt: list[str] = []
@@ -232,7 +235,7 @@ def repair(path: Path) -> Repaired:
     return Repaired(tuple(rebuilt), True)
 
 
-def _rebuild(directory: Directory, catalogue: Catalogue, manifest: RankManifest, number: int) -> None:
+def _rebuild(directory: Attempt, catalogue: Catalogue, manifest: RankManifest, number: int) -> None:
     """Write one shard file again; its digests must come out as the manifest says."""
     entry = manifest.files[number]
     records = [r for r in manifest.tensors if r.file == number]
@@ -244,15 +247,15 @@ def _rebuild(directory: Directory, catalogue: Catalogue, manifest: RankManifest,
         raise StoreWriteError(
             f"{directory.path / entry.name}: was written by another version; it cannot be rebuilt"
         )
-    with directory.temporary(entry.name, "repair") as fd:
-        write_at(fd, 0, memoryview(head), directory.path / entry.name)
+    with directory.new_file(entry.name, "repair", size_bytes=entry.size_bytes) as put:
+        put(0, memoryview(head))
         for record, place in zip(records, header.tensors, strict=True):
             data = _fetch(directory.path, catalogue, record.fqn, record.dtype, record.shape, record.box)
             _check_digests(data, record, manifest.extent_size_bytes, directory.path / entry.name)
-            write_at(fd, place.start, data, directory.path / entry.name)
+            put(place.start, data)
 
 
-def _check_digests(data: memoryview, record: BoxRecord, extent_size_bytes: int, path: Path) -> None:
+def _check_digests(data: memoryview, record: BoxRecord, extent_size_bytes: int, path: Place) -> None:
     for n, digest in enumerate(record.digests):
         if xxhash.xxh3_64_hexdigest(data[n * extent_size_bytes : (n + 1) * extent_size_bytes]) != digest:
             raise CheckpointInvalid(f"{path}: the copies of {record.fqn}{record.box} differ")

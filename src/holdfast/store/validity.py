@@ -13,11 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import xxhash
@@ -25,10 +24,12 @@ import xxhash
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
+from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, decode_header
-from holdfast.store.files import Directory, read_at
 from holdfast.store.layout import Catalogue
 from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
+from holdfast.store.opening import open_attempt
+from holdfast.store.place import Place, place_of
 from holdfast.store.plan import missing
 
 Progress = Callable[[int], object]
@@ -83,9 +84,14 @@ class Validity(msgspec.Struct, frozen=True):
     size_bytes: int = 0
     damage: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Name of the attempt in its root."""
+        return place_of(self.path).name
+
 
 def inspect(
-    path: Path | str, deep: bool = False, *, threads: int = 2, progress: Progress = _quiet
+    path: Place | str, deep: bool = False, *, threads: int = 2, progress: Progress = _quiet
 ) -> Validity:
     """Judge the checkpoint in directory ``path`` from its files alone; never raises for a bad one.
 
@@ -94,9 +100,9 @@ def inspect(
         threads: extents read and hashed at the same time (deep only).
         progress: called with the size in bytes of each extent after it was checked (deep only).
     """
-    step = (form.attempt_key(Path(path).name) or (-1,))[0]
+    step = (form.attempt_key(place_of(path).name) or (-1,))[0]
     try:
-        with Directory.open(path) as directory:
+        with open_attempt(path) as directory:
             index = read_index(directory)
             damage = index.damage
             if deep:
@@ -112,7 +118,7 @@ def inspect(
     )  # fmt: skip
 
 
-def read_index(directory: Directory) -> Index:
+def read_index(directory: Attempt) -> Index:
     """Read and cross-check all JSON files, file sizes and headers of a checkpoint.
 
     Raises:
@@ -162,7 +168,7 @@ def seal_of(index: Index) -> bytes:
     return form.encode_seal(index.save_id, index.catalogue.digest, index.digests)
 
 
-def _seal(directory: Directory, index: Index) -> tuple[bool, list[str]]:
+def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
     """Is there a seal, and what is wrong with it?"""
     if not directory.exists(form.SEAL_NAME):
         return False, []
@@ -171,7 +177,7 @@ def _seal(directory: Directory, index: Index) -> tuple[bool, list[str]]:
     return False, [f"{directory.path / form.SEAL_NAME}: does not match the manifests"]
 
 
-def check_coverage(index: Index, where: Path) -> None:
+def check_coverage(index: Index, where: Place) -> None:
     """Refuse a checkpoint whose intact boxes leave a hole in a tensor of the catalogue.
 
     Raises:
@@ -188,7 +194,7 @@ def check_coverage(index: Index, where: Path) -> None:
 
 
 def check_contents(
-    directory: Directory, index: Index, threads: int, progress: Progress = _quiet
+    directory: Attempt, index: Index, threads: int, progress: Progress = _quiet
 ) -> tuple[str, ...]:
     """Hash every extent of every intact file; returns what is damaged.
 
@@ -202,26 +208,20 @@ def check_contents(
     bad: set[int] = set()
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-verify") as pool:
         for name, boxes in sorted(by_file.items()):
-            fd, size_bytes = directory.open_read(name)
-            try:
-                damage += _check_header(directory, fd, name, size_bytes, boxes)
-
-                def check(stored: Stored, fd: int = fd, path: Path = directory.path / name) -> list[str]:
-                    return bad_extents(fd, path, stored, progress)
-
-                for stored, found in zip(boxes, pool.map(check, boxes), strict=True):
+            with directory.open_file(name) as file:
+                damage += _check_header(file, boxes)
+                checks = pool.map(partial(bad_extents, file, progress=progress), boxes)
+                for stored, found in zip(boxes, checks, strict=True):
                     damage += found
                     if found:
                         bad.add(id(stored))
-            finally:
-                os.close(fd)
     if damage:
         left = {fqn: tuple(s for s in boxes if id(s) not in bad) for fqn, boxes in index.boxes.items()}
         check_coverage(msgspec.structs.replace(index, boxes=left, damage=tuple(damage)), directory.path)
     return tuple(damage)
 
 
-def bad_extents(fd: int, path: Path, stored: Stored, progress: Progress = _quiet) -> list[str]:
+def bad_extents(file: SourceFile, stored: Stored, progress: Progress = _quiet) -> list[str]:
     """Read and hash the extents of one stored box; returns one line per bad one.
 
     Raises:
@@ -230,20 +230,20 @@ def bad_extents(fd: int, path: Path, stored: Stored, progress: Progress = _quiet
     found: list[str] = []
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
     for start, size_bytes, digest in stored.extents():
-        read_at(fd, start, [buffer[:size_bytes]], path)
+        file.read_at(start, [buffer[:size_bytes]])
         if xxhash.xxh3_64_hexdigest(buffer[:size_bytes]) != digest:
-            found.append(bad_extent(path, stored.record, start, size_bytes))
+            found.append(bad_extent(file.path, stored.record, start, size_bytes))
         progress(size_bytes)
     return found
 
 
-def bad_extent(path: Path, record: BoxRecord, start: int, size_bytes: int) -> str:
+def bad_extent(path: Place, record: BoxRecord, start: int, size_bytes: int) -> str:
     """The line that names a bad extent."""
     return f"{path}: bytes {start}:{start + size_bytes} of {record.fqn}{record.box} do not match their digest"
 
 
 def _check_agreement(
-    rank: int, manifest: RankManifest, first: RankManifest, catalogue: Catalogue, directory: Directory
+    rank: int, manifest: RankManifest, first: RankManifest, catalogue: Catalogue, directory: Attempt
 ) -> None:
     """One manifest against its name, the others, the catalogue and the directory."""
     where = directory.path / form.rank_name(rank)
@@ -260,28 +260,25 @@ def _check_agreement(
         raise CheckpointInvalid(f"{where}: its writers are not ranks of the catalogue, ascending")
 
 
-def _check_known(record: BoxRecord, catalogue: Catalogue, where: Path) -> None:
+def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
     tensor = catalogue.by_fqn.get(record.fqn)
     if tensor is None or (tensor.dtype, tensor.shape) != (record.dtype, record.shape):
         raise CheckpointInvalid(f"{where}: tensor {record.fqn!r} is not that of the catalogue")
 
 
-def _intact(directory: Directory, entry: FileEntry, damage: list[str]) -> bool:
+def _intact(directory: Attempt, entry: FileEntry, damage: list[str]) -> bool:
     """True when a shard file has its size and header; else the damage is noted."""
     path = directory.path / entry.name
     try:
-        fd, size_bytes = directory.open_read(entry.name)
-        try:
-            if size_bytes != entry.size_bytes:
-                damage.append(f"{path}: {size_bytes} bytes in place of {entry.size_bytes}")
+        with directory.open_file(entry.name) as file:
+            if file.size_bytes != entry.size_bytes:
+                damage.append(f"{path}: {file.size_bytes} bytes in place of {entry.size_bytes}")
                 return False
             if entry.header_size_bytes > HEADER_SIZE_BYTES_MAX:
                 damage.append(f"{path}: header of {entry.header_size_bytes} bytes")
                 return False
             head = bytearray(entry.header_size_bytes)
-            read_at(fd, 0, [memoryview(head)], path)
-        finally:
-            os.close(fd)
+            file.read_at(0, [memoryview(head)])
     except CheckpointInvalid as error:
         damage.append(error.message)
         return False
@@ -291,20 +288,17 @@ def _intact(directory: Directory, entry: FileEntry, damage: list[str]) -> bool:
     return True
 
 
-def _check_header(
-    directory: Directory, fd: int, name: str, size_bytes: int, boxes: Sequence[Stored]
-) -> list[str]:
+def _check_header(file: SourceFile, boxes: Sequence[Stored]) -> list[str]:
     """The safetensors header against the manifest: other programs must read what we would."""
-    path = directory.path / name
     prefix = bytearray(8)
-    read_at(fd, 0, [memoryview(prefix)], path)
-    length = min(8 + int.from_bytes(prefix, "little"), size_bytes, HEADER_SIZE_BYTES_MAX)
+    file.read_at(0, [memoryview(prefix)])
+    length = min(8 + int.from_bytes(prefix, "little"), file.size_bytes, HEADER_SIZE_BYTES_MAX)
     head = bytearray(length)
-    read_at(fd, 0, [memoryview(head)], path)
+    file.read_at(0, [memoryview(head)])
     try:
-        header = decode_header(bytes(head), size_bytes, str(path))
+        header = decode_header(bytes(head), file.size_bytes, str(file.path))
     except CheckpointInvalid as error:
         return [error.message]
     found = {(t.fqn, t.dtype, t.shape, t.start) for t in header.tensors}
     wanted = {(s.record.fqn, s.record.dtype, s.record.sizes, s.record.start) for s in boxes}
-    return [] if found == wanted else [f"{path}: header and manifest disagree about its tensors"]
+    return [] if found == wanted else [f"{file.path}: header and manifest disagree about its tensors"]

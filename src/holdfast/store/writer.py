@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -24,11 +23,12 @@ import xxhash
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, StateError, StoreError, StoreWriteError
 from holdfast.store import manifest as form
-from holdfast.store.codec import dcp_metadata, encode_header
-from holdfast.store.direct import DirectFile
-from holdfast.store.files import Directory, write_at
+from holdfast.store.base import Attempt, Put
+from holdfast.store.codec import Header, dcp_metadata, encode_header
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, RankManifest
+from holdfast.store.opening import open_store
+from holdfast.store.place import Place
 from holdfast.store.plan import Plan, WriteItem
 from holdfast.store.validity import read_index, seal_of
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
@@ -51,7 +51,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write_share(
-    root: Path | str,
+    root: Place | str,
     save_id: SaveId,
     catalogue: Catalogue,
     plan: Plan,
@@ -86,14 +86,15 @@ def write_share(
     if rank not in plan.sources:
         raise StateError(f"rank {rank} is not among the writers {list(plan.sources)} of {save_id}")
     common, own = _encode_all(values, locals_)
-    with Directory.create(root, save_id.directory()) as directory:
+    with open_store(root).create(save_id.directory()) as directory:
         if not directory.lock(shared=True):
             raise StoreWriteError(f"{directory.path} is being removed")
         _put_catalogue(directory, catalogue, rank)
         share = _Share(
             directory, save_id, catalogue, source, rank, threads, direct and threads == 1, progress
         )
-        done = directory.exists(form.rank_name(rank))
+        name = form.rank_name(rank)
+        done = directory.exists(name)
         groups = _files(plan.items(rank), catalogue)
         files, records = share.measure(groups) if done else share.write(groups)
         manifest = RankManifest(
@@ -101,18 +102,16 @@ def write_share(
             EXTENT_SIZE_BYTES, tuple(files), tuple(records), common, own,
         )  # fmt: skip
         data = form.wrap(msgspec.json.encode(manifest))
-        if done:
+        directory.sync()
+        if not directory.create(name, data, f"r{rank:05d}"):
             _check_same(directory, rank, data)
-        else:
-            directory.sync()
-            directory.write(form.rank_name(rank), data, f"r{rank:05d}")
         sealed = try_seal(directory, plan.sources, f"r{rank:05d}")
     size_bytes = len(data) + sum(entry.size_bytes for entry in files)
-    names = (*(entry.name for entry in files), form.rank_name(rank))
+    names = (*(entry.name for entry in files), name)
     return Written(sealed, size_bytes, time.perf_counter() - started_s, names)
 
 
-def try_seal(directory: Directory, writers: Sequence[int], owner: str) -> bool:
+def try_seal(directory: Attempt, writers: Sequence[int], owner: str) -> bool:
     """Write the seal when all manifests are there and prove full coverage; True when it stands.
 
     Raises:
@@ -128,7 +127,7 @@ def try_seal(directory: Directory, writers: Sequence[int], owner: str) -> bool:
             f"all shares of {directory.path.name} are written, but: {error.message}"
         ) from error
     data = seal_of(index)
-    if not directory.exists(form.SEAL_NAME) or _read(directory, form.SEAL_NAME) != data:
+    if not directory.create(form.SEAL_NAME, data, owner) and _read(directory, form.SEAL_NAME) != data:
         directory.write(form.SEAL_NAME, data, owner)
     return True
 
@@ -138,7 +137,7 @@ class _Share:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: Attempt,
         save_id: SaveId,
         catalogue: Catalogue,
         source: TensorSource,
@@ -152,7 +151,7 @@ class _Share:
         self.catalogue = catalogue
         self.source = source
         self.rank = rank
-        self.threads = threads
+        self.threads = 1 if directory.in_order else threads
         self.direct = direct
         self.progress = progress
 
@@ -162,18 +161,13 @@ class _Share:
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
             name = form.shard_name(self.rank, index)
-            path = self.directory.path / name
-            with self.directory.temporary(name, f"r{self.rank:05d}") as fd:
-                if self.direct:
-                    file = DirectFile(fd, path)
-                    self._pass_over(index, items, file.put, files, records)
-                    file.finish()
-                    continue
-
-                def put(offset: int, data: memoryview, fd: int = fd, path: Path = path) -> None:
-                    write_at(fd, offset, data, path)
-
-                self._pass_over(index, items, put, files, records)
+            head, header = self._header(items)
+            owner = f"r{self.rank:05d}"
+            with self.directory.new_file(
+                name, owner, size_bytes=header.size_bytes, direct=self.direct
+            ) as put:
+                put(0, memoryview(head))
+                self._pass_over(index, items, (head, header), put, files, records)
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
@@ -181,22 +175,21 @@ class _Share:
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
-            self._pass_over(index, items, lambda _offset, _data: None, files, records)
+            self._pass_over(index, items, self._header(items), lambda _offset, _data: None, files, records)
         return files, records
 
     def _pass_over(
         self,
         index: int,
         items: Sequence[WriteItem],
-        put: Callable[[int, memoryview], None],
+        head_of_file: tuple[bytes, Header],
+        put: Put,
         files: list[FileEntry],
         records: list[BoxRecord],
     ) -> None:
-        """Hash every extent of one file and hand it to ``put``."""
+        """Hash every extent of one file behind its header and hand it to ``put``."""
         tensors = self.catalogue.by_fqn
-        shapes = [(item.fqn, tensors[item.fqn].dtype, item.part.sizes) for item in items]
-        head, header = encode_header(shapes, dcp_metadata({i.fqn: i.part for i in items}, self.save_name))
-        put(0, memoryview(head))
+        head, header = head_of_file
         extents: list[tuple[int, memoryview]] = []
         counts: list[int] = []
         for item, place in zip(items, header.tensors, strict=True):
@@ -215,9 +208,8 @@ class _Share:
                 digests = iter(list(pool.map(run, extents)))
         else:
             digests = iter([run(extent) for extent in extents])
-        end = header.tensors[-1].stop if header.tensors else header.data_start
         name = form.shard_name(self.rank, index)
-        files.append(FileEntry(name, end, len(head), xxhash.xxh3_64_hexdigest(head)))
+        files.append(FileEntry(name, header.size_bytes, len(head), xxhash.xxh3_64_hexdigest(head)))
         for item, place, count in zip(items, header.tensors, counts, strict=True):
             records.append(
                 BoxRecord(
@@ -231,6 +223,11 @@ class _Share:
                     tuple(next(digests) for _ in range(count)),
                 )
             )
+
+    def _header(self, items: Sequence[WriteItem]) -> tuple[bytes, Header]:
+        tensors = self.catalogue.by_fqn
+        shapes = [(item.fqn, tensors[item.fqn].dtype, item.part.sizes) for item in items]
+        return encode_header(shapes, dcp_metadata({i.fqn: i.part for i in items}, self.save_name))
 
 
 def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
@@ -286,19 +283,18 @@ def _encode_all(
     return common, own
 
 
-def _put_catalogue(directory: Directory, catalogue: Catalogue, rank: int) -> None:
+def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int) -> None:
     """Write the catalogue unless it is there; one that differs means that the ranks disagree."""
     data = form.wrap(catalogue.to_json())
-    if not directory.exists(form.CATALOGUE_NAME):
-        directory.write(form.CATALOGUE_NAME, data, f"r{rank:05d}")
-    elif _read(directory, form.CATALOGUE_NAME) != data:
+    made = directory.create(form.CATALOGUE_NAME, data, f"r{rank:05d}")
+    if not made and _read(directory, form.CATALOGUE_NAME) != data:
         raise StoreWriteError(
             f"{directory.path}: holds another catalogue (the ranks disagree about the layout, or another "
             "job uses the same run id and root)"
         )
 
 
-def _check_same(directory: Directory, rank: int, data: bytes) -> None:
+def _check_same(directory: Attempt, rank: int, data: bytes) -> None:
     if _read(directory, form.rank_name(rank)) != data:
         raise StoreWriteError(
             f"{directory.path}: rank {rank} has already written other content under this save id",
@@ -306,7 +302,7 @@ def _check_same(directory: Directory, rank: int, data: bytes) -> None:
         )
 
 
-def _read(directory: Directory, name: str) -> bytes:
+def _read(directory: Attempt, name: str) -> bytes:
     try:
         return directory.read(name, form.MANIFEST_SIZE_BYTES_MAX)
     except StoreError as error:

@@ -24,6 +24,7 @@ from holdfast.adapters.numpy import DTYPE_NAMES
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
 from holdfast.store.layout import Box, Catalogue, TensorEntry
+from holdfast.store.place import Place
 from holdfast.store.plan import plan
 from holdfast.store.reader import Target, load_catalogue, load_into
 from holdfast.store.root import resolve
@@ -62,7 +63,7 @@ def export_checkpoint(
         CheckpointInvalid: damaged.
         StateError: a layout that MindSpore's strategy files cannot describe.
     """
-    found, target = resolve(os.fspath(path)), Path(folder)
+    found, target = resolve(path), Path(folder)
     catalogue = load_catalogue(found)
     held = {rank: _boxes_of(catalogue, rank) for rank in range(catalogue.world)}
     strategy = _strategy(catalogue, held)
@@ -151,7 +152,7 @@ def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
     return boxes
 
 
-def _read(path: Path, catalogue: Catalogue, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
+def _read(path: Place, catalogue: Catalogue, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
     """The boxes of one rank, verified."""
     arrays: dict[str, NDArray[Any]] = {}
     targets = []

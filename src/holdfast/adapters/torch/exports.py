@@ -29,6 +29,7 @@ from holdfast.adapters.weights import is_sessions, joined_values, weights, weigh
 from holdfast.errors import CheckpointInvalid, StoreWriteError
 from holdfast.store.files import Directory
 from holdfast.store.layout import Box, Catalogue
+from holdfast.store.place import Place
 from holdfast.store.reader import Target, load_catalogue, load_into
 from holdfast.store.root import resolve
 from holdfast.store.tools import merge, new_directory, parent_of_new
@@ -41,7 +42,7 @@ Progress = Callable[[int], object]
 
 
 def export_checkpoint(
-    path: str | os.PathLike[str],
+    path: Place | str | os.PathLike[str],
     target: str | os.PathLike[str],
     to: Form,
     *,
@@ -65,7 +66,7 @@ def export_checkpoint(
         CheckpointInvalid: damaged.
         StoreWriteError: the output cannot be written; nothing of it is left.
     """
-    found, goal = resolve(os.fspath(path)), Path(target)
+    found, goal = resolve(path), Path(target)
     parent = parent_of_new(goal)
     if to == "hf":
         names = frozenset(weights_of(found))
@@ -113,7 +114,7 @@ def _cause(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _state(path: Path, scratch: Path, progress: Progress) -> dict[str, Any]:
+def _state(path: Place, scratch: Path, progress: Progress) -> dict[str, Any]:
     """The whole training state of a checkpoint as one tree; its tensors lie in a scratch file."""
     catalogue, values = load_catalogue(path), joined_values(path)
     step = inspect(path).step
@@ -146,7 +147,7 @@ def _state(path: Path, scratch: Path, progress: Progress) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key in ("model", "step") or value}
 
 
-def _fill(path: Path, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
+def _fill(path: Place, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
     """Read and verify everything, some tensors at a time."""
     batch: list[Target] = []
     size_bytes = 0

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,9 @@ from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.files import writing
 from holdfast.store.layout import Catalogue
+from holdfast.store.place import Place, place_of
 from holdfast.store.plan import plan
+from holdfast.store.root import Root
 from holdfast.store.writer import write_share
 
 MODEL = ("model", "model_state_dict", "state_dict")
@@ -40,11 +43,11 @@ Progress = Callable[[int], object]
 
 def import_checkpoint(
     source: str | os.PathLike[str],
-    root: str | os.PathLike[str],
+    root: Place | str | os.PathLike[str],
     *,
     step: int | None = None,
     progress: Callable[[int], Progress] = lambda size_bytes: int,
-) -> Path:
+) -> Place:
     """Write a ``torch.save`` file or a DCP directory as a checkpoint below ``root``.
 
     Args:
@@ -62,8 +65,8 @@ def import_checkpoint(
         StateError: a value that a checkpoint cannot hold, named.
         StoreWriteError: ``root`` cannot be written.
     """
-    found, target = Path(source), Path(root)
-    tree = _read(found, target)
+    found, target = Path(source), place_of(root)
+    tree = _read(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()))
     parts = _parts(tree, found)
     done = parts.step if step is None else step
     if done is None:
@@ -75,7 +78,7 @@ def import_checkpoint(
     catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
     save_id = SaveId("imported", Generation(0, 0), done, 0, "request")
     name = save_id.directory()
-    if (target / name).exists():
+    if name in Root(target).names():
         raise UsageError(f"{target / name} exists", hint="name another directory or --step")
     write_share(
         target, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, collected.values, {0: {}},
@@ -84,16 +87,16 @@ def import_checkpoint(
     return target / name
 
 
-def _read(source: Path, target: Path) -> dict[str, Any]:
+def _read(source: Path, scratch: Path) -> dict[str, Any]:
     if source.is_dir():
         if not (source / METADATA_NAME).exists():
             raise UsageError(
                 f"{source} holds no {METADATA_NAME}: not a torch DCP checkpoint",
                 hint="name a directory that torch.distributed.checkpoint.save wrote, or a torch.save file",
             )
-        with writing(target):
-            target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return read_dcp(source, target)
+        with writing(scratch):
+            scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return read_dcp(source, scratch)
     if not source.is_file():
         raise UsageError(f"{source} does not exist", hint="name a torch.save file or a torch DCP directory")
     mapped = zipfile.is_zipfile(source)

@@ -1,0 +1,139 @@
+"""What the store's code asks of a place that holds checkpoints: a directory, a bucket, or memory.
+
+Theory. A :class:`Store` holds attempts, an :class:`Attempt` holds files with plain names. A file becomes visible whole
+or not at all, and stays as it is. Nothing else is common to a file system and an object store: there is no rename,
+no lock and no append here, only what saving, judging, loading and pruning need.
+
+Invariants every store keeps:
+1. After :meth:`Attempt.write`, :meth:`Attempt.create` and :meth:`Attempt.sync` returned, what they cover survives a
+   loss of power.
+2. What is missing or damaged raises :class:`CheckpointInvalid`, what cannot be written :class:`StoreWriteError`,
+   both with the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+from holdfast.store.place import Place
+
+Put: TypeAlias = Callable[[int, memoryview], None]
+"""Write these bytes at this offset of a new file. Raises: StoreWriteError."""
+
+
+class SourceFile(Protocol):
+    """A file opened for reading; a context manager."""
+
+    @property
+    def path(self) -> Place:
+        """Where it is."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size when it was opened."""
+
+    def read_at(self, offset: int, buffers: list[memoryview]) -> None:
+        """Fill the buffers one after the other from ``offset`` on; from several threads at once.
+
+        Raises:
+            CheckpointInvalid: it ends too early, or cannot be read.
+        """
+
+    def close(self) -> None:
+        """Twice is harmless."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Attempt(Protocol):
+    """The files of one attempt to save; a context manager. ``owner`` tells writers of one name apart."""
+
+    @property
+    def path(self) -> Place:
+        """Where it is."""
+
+    @property
+    def in_order(self) -> bool:
+        """True when the bytes of a new file must be put one after the other."""
+
+    def close(self) -> None:
+        """Ends the lock, too; twice is harmless."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def lock(self, *, shared: bool) -> bool:
+        """Mark it as being read or written (shared) or about to be removed; False when that is impossible now."""
+
+    def names(self) -> list[str]:
+        """Names of all finished files, sorted. Raises: CheckpointInvalid."""
+
+    def exists(self, name: str) -> bool:
+        """True when there is something of this name. Raises: CheckpointInvalid."""
+
+    def open_file(self, name: str) -> SourceFile:
+        """Raises: CheckpointInvalid: missing, or no regular file."""
+
+    def read(self, name: str, size_bytes_max: int) -> bytes:
+        """The content of a file. Raises: CheckpointInvalid: as :meth:`open_file`, or larger than the limit."""
+
+    def write(self, name: str, data: bytes, owner: str) -> None:
+        """Make a file appear whole and durable, also in place of another. Raises: StoreWriteError."""
+
+    def create(self, name: str, data: bytes, owner: str) -> bool:
+        """As :meth:`write`, but never in place of another: False when there is one."""
+
+    def new_file(
+        self, name: str, owner: str, *, size_bytes: int, direct: bool = False
+    ) -> AbstractContextManager[Put]:
+        """A file that is put piece by piece; it appears when the block ends without an error.
+
+        Args:
+            size_bytes: what will be put in all.
+            direct: past the page cache, and in order (a local directory).
+
+        Raises:
+            StoreWriteError: it cannot be written; nothing visible has changed.
+        """
+
+    def sync(self) -> None:
+        """Make all files that appeared durable. Raises: StoreWriteError."""
+
+
+class Store(Protocol):
+    """A place that holds attempts by name."""
+
+    @property
+    def path(self) -> Place:
+        """Where it is."""
+
+    def names(self) -> list[str]:
+        """Names of whatever is there; empty when the place does not exist. Raises: CheckpointInvalid."""
+
+    def open(self, name: str) -> Attempt:
+        """Raises: CheckpointInvalid: it does not exist."""
+
+    def create(self, name: str) -> Attempt:
+        """Open an attempt, made (durably) where it is missing. Raises: StoreWriteError."""
+
+    def age_s(self, name: str) -> float:
+        """Seconds since anything was added to an attempt; infinite when it is gone."""
+
+    def remove(self, name: str) -> bool:
+        """Remove an attempt; it vanishes at once. False when somebody reads or writes it. Raises: StoreWriteError."""
+
+    def sweep(self) -> None:
+        """Finish removals that a crash interrupted. Raises: StoreWriteError."""
+
+    def probe(self) -> None:
+        """Try whether attempts can be written here. Raises: StoreWriteError."""

@@ -1,0 +1,144 @@
+"""Attempts in a directory of this machine (or one that it mounts).
+
+Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. Removing is a rename first, so
+that a half-removed attempt is never listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast.errors import CheckpointInvalid
+from holdfast.store import manifest as form
+from holdfast.store.base import Put
+from holdfast.store.direct import DirectFile
+from holdfast.store.files import Directory, read_at, reading, sync_directory, write_at, writing
+
+_DOOMED_PREFIX = ".removing-"
+
+
+class LocalFile:
+    """As :class:`SourceFile`: a descriptor."""
+
+    def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._fd = fd
+
+    def read_at(self, offset: int, buffers: list[memoryview]) -> None:
+        """As :meth:`SourceFile.read_at`."""
+        read_at(self._fd, offset, buffers, self.path)
+
+    def close(self) -> None:
+        """As :meth:`SourceFile.close`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LocalAttempt(Directory):
+    """As :class:`Attempt`: a directory."""
+
+    in_order = False
+
+    def open_file(self, name: str) -> LocalFile:
+        """As :meth:`Attempt.open_file`."""
+        return LocalFile(self.path / name, *self.open_read(name))
+
+    def create(self, name: str, data: bytes, owner: str) -> bool:
+        """As :meth:`Attempt.create`. Two who do so at once may both be told True: they write the same, or it is
+        found when the attempt is judged."""
+        if self.exists(name):
+            return False
+        self.write(name, data, owner)
+        return True
+
+    @contextlib.contextmanager
+    def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
+        """As :meth:`Attempt.new_file`."""
+        path = self.path / name
+        with self.temporary(name, owner) as fd:
+            if direct:
+                file = DirectFile(fd, path)
+                yield file.put
+                file.finish()
+            else:
+                yield lambda offset, data: write_at(fd, offset, data, path)
+
+
+class LocalStore:
+    """As :class:`Store`: a directory of directories. Nothing is cached: each call looks at the files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """As :meth:`Store.names`."""
+        with reading(self.path):
+            try:
+                return os.listdir(self.path)
+            except FileNotFoundError:
+                return []
+
+    def open(self, name: str) -> LocalAttempt:
+        """As :meth:`Store.open`."""
+        return LocalAttempt.open(self.path / name)
+
+    def create(self, name: str) -> LocalAttempt:
+        """As :meth:`Store.create`."""
+        return LocalAttempt.make(self.path, name)
+
+    def age_s(self, name: str) -> float:
+        """As :meth:`Store.age_s`."""
+        try:
+            return time.time() - os.stat(self.path / name).st_mtime
+        except FileNotFoundError:
+            return float("inf")
+
+    def remove(self, name: str) -> bool:
+        """As :meth:`Store.remove`."""
+        try:
+            directory = self.open(name)
+        except CheckpointInvalid:  # another process was faster, or it is no directory: not ours to touch
+            return False
+        with directory, writing(self.path / name):
+            if not directory.lock(shared=False):
+                return False
+            try:
+                os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
+            except FileNotFoundError:  # another process was faster
+                return False
+            sync_directory(self.path)
+        # Another process may be sweeping it at the same time; what is left now, the next prune sweeps.
+        shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
+        return True
+
+    def sweep(self) -> None:
+        """As :meth:`Store.sweep`."""
+        with writing(self.path):
+            for name in os.listdir(self.path):
+                if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def probe(self) -> None:
+        """As :meth:`Store.probe`."""
+        probe = self.path / f".probe-{os.getpid()}"
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()

@@ -1,0 +1,36 @@
+"""From a place to the store that is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.errors import UsageError
+from holdfast.store.base import Attempt, Store
+from holdfast.store.local import LocalAttempt, LocalStore
+from holdfast.store.place import Place, Url, place_of
+
+
+def open_store(where: Place | str | os.PathLike[str]) -> Store:
+    """The store of attempts at a place; nothing is asked of it yet.
+
+    Raises:
+        UsageError: there is no store of this kind.
+    """
+    place = place_of(where)
+    if isinstance(place, Url):
+        raise UsageError(f"no store for {place.scheme}://")
+    return LocalStore(place)
+
+
+def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
+    """One attempt, whatever its name is.
+
+    Raises:
+        CheckpointInvalid: it does not exist.
+        UsageError: there is no store of this kind.
+    """
+    place = place_of(where)
+    if isinstance(place, Path):
+        return LocalAttempt.open(place)
+    return open_store(place.parent).open(place.name)

@@ -1,0 +1,94 @@
+"""Where checkpoints are: a path of this machine, or the URL of a store (``s3://bucket/prefix``).
+
+Both know ``/``, ``name`` and ``parent`` and become text by ``str``; code that needs no more works with either.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import msgspec
+
+from holdfast.errors import UsageError
+
+SCHEMES: tuple[str, ...] = ()
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_PART = re.compile(r"[A-Za-z0-9._-][A-Za-z0-9._=+-]*")
+
+
+class Url(msgspec.Struct, frozen=True):
+    """A place in a store: the scheme, and names without slashes of which the first is the bucket."""
+
+    scheme: str
+    parts: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``scheme://bucket/prefix/...``.
+
+        Raises:
+            UsageError: an unknown scheme, or more than names in it; the text is not repeated: it may hold a secret.
+        """
+        match = _URL.fullmatch(text)
+        if match is None or match[1].lower() not in SCHEMES:
+            kind = f"{match[1]}://" if match else "this text"
+            raise UsageError(f"no store for {kind}", hint="write a directory, or s3://bucket/prefix")
+        scheme, rest = match[1].lower(), match[2].rstrip("/")
+        if "@" in rest or "?" in rest or ":" in rest:
+            raise UsageError(
+                f"a {scheme}:// URL with credentials, a port or a query in it is refused (it would end up in logs)",
+                hint="write s3://bucket/prefix; credentials and AWS_ENDPOINT_URL come from the environment",
+            )
+        parts = tuple(rest.split("/"))
+        if any(not _PART.fullmatch(part) or part in (".", "..") for part in parts):
+            raise UsageError(
+                f"a {scheme}:// URL needs a bucket, and names of letters, digits and . _ - = + between slashes",
+                hint="write s3://bucket/prefix",
+            )
+        return cls(scheme, parts)
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(self.scheme, (*self.parts, name))
+
+    @property
+    def name(self) -> str:
+        """The last name."""
+        return self.parts[-1]
+
+    @property
+    def parent(self) -> Url:
+        """Without the last name; a bucket is its own parent."""
+        return Url(self.scheme, self.parts[:-1] or self.parts)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{'/'.join(self.parts)}"
+
+
+Place: TypeAlias = Path | Url
+
+
+def place_of(where: Place | str | os.PathLike[str]) -> Place:
+    """The place that a user named.
+
+    Raises:
+        UsageError: see :meth:`Url.parse`; also a URL that went through ``pathlib``, which loses a slash.
+    """
+    if isinstance(where, Url):
+        return where
+    text = os.fspath(where)
+    if _URL.match(text):
+        return Url.parse(text)
+    if text.startswith(tuple(f"{scheme}:/" for scheme in SCHEMES)):
+        raise UsageError(
+            f"{text.partition(':')[0]}:/ lacks a slash", hint="give the URL as text, not as pathlib.Path"
+        )
+    return Path(text)
+
+
+def absolute(where: Place | str | os.PathLike[str]) -> Place:
+    """As :func:`place_of`; a path is made absolute."""
+    place = place_of(where)
+    return place.absolute() if isinstance(place, Path) else place
