@@ -1,7 +1,8 @@
 """A small training with everything that can go wrong for exactness; run as a script, with a session or bare.
 
 Dropout, BatchNorm, accumulation 2, a scheduler, random augmentation in loader workers; DDP, HSDP or one process.
-``python job.py --layout ddp --steps 12 --result DIR [--bare] [--cut RANK@STEP] ...`` writes one digest per rank.
+``python job.py --layout ddp --steps 12 --result DIR [--bare] [--cut RANK@STEP] ...`` writes one digest per rank, and
+what a process kept from its step 2 to the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -81,8 +83,31 @@ def build(layout: str, world: int) -> tuple[Net, nn.Module]:
     return net, wrapped
 
 
-def gradients(wrapped: nn.Module, batch: Any) -> None:
-    """Two micro-batches, gradients travel in the second."""
+GRAPHS = 0
+
+
+def counting(graph: Any, examples: Any) -> Any:
+    """A compiler that counts the graphs it is given."""
+    global GRAPHS
+    GRAPHS += 1
+    return graph.forward
+
+
+def identity(wrapped: nn.Module) -> dict[str, Any]:
+    """What a process must keep while others are replaced."""
+    return {
+        "pid": os.getpid(),
+        "model": id(wrapped),
+        "parameters": [
+            (id(p), (p.to_local() if isinstance(p, DTensor) else p).data_ptr()) for p in wrapped.parameters()
+        ],
+        "graphs": GRAPHS,
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def gradients(run: nn.Module, wrapped: nn.Module, batch: Any) -> None:
+    """Two micro-batches, gradients travel in the second; ``run`` is ``wrapped``, compiled or not."""
     halves = list(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
     for number, (x, y) in enumerate(halves):
         last = number == 1
@@ -90,7 +115,7 @@ def gradients(wrapped: nn.Module, batch: Any) -> None:
             wrapped.set_requires_gradient_sync(last)
         hold = isinstance(wrapped, DistributedDataParallel) and not last
         with wrapped.no_sync() if hold else nullcontext():  # type: ignore[operator]
-            loss = ((wrapped(x) - y) ** 2).mean() / 2
+            loss = ((run(x) - y) ** 2).mean() / 2
             loss.backward()
 
 
@@ -158,12 +183,14 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--die-all", type=int, default=-1)
     parser.add_argument("--ask-exit", default="")
+    parser.add_argument("--compiled", action="store_true")
     arguments = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo")
     net, wrapped = build(arguments.layout, world)
+    run: Any = torch.compile(wrapped, backend=counting) if arguments.compiled else wrapped
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     data = Noisy(EPOCH_STEPS * BATCH * world, 0 if arguments.bare else None)
@@ -172,11 +199,12 @@ def main() -> None:
     arguments.result.mkdir(parents=True, exist_ok=True)
 
     def update(batch: Any) -> None:
-        gradients(wrapped, batch)
+        gradients(run, wrapped, batch)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
+    before: dict[str, Any] = {}
     if arguments.bare:
         step = 0
         for epoch in range(-(-arguments.steps // EPOCH_STEPS)):
@@ -190,7 +218,7 @@ def main() -> None:
     else:
         faults = Faults(arguments, rank)
         with holdfast.session(
-            model=wrapped,
+            model=run,
             optimizer=optimizer,
             scheduler=scheduler,
             checkpoint=arguments.checkpoint,
@@ -198,12 +226,15 @@ def main() -> None:
             save_every_steps=arguments.save_every,
         ) as s:
             for step_ in s.steps(loader, until=arguments.steps):
+                if step_.number == 2:
+                    before = identity(wrapped)
                 with step_ as batch:
                     faults.run(step_.number, arguments.result / f"fault-{rank}")
                     update(batch)
     # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
     text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
-    (arguments.result / f"rank-{rank}.json").write_text(json.dumps({"digest": text, "pid": os.getpid()}))
+    facts = {"digest": text, "pid": os.getpid(), "before": before, "after": identity(wrapped)}
+    (arguments.result / f"rank-{rank}.json").write_text(json.dumps(facts))
     if dist.is_initialized():
         dist.destroy_process_group()
 

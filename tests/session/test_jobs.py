@@ -35,6 +35,8 @@ class Result:
         ]
         self.digests = [one["digest"] for one in found]
         self.pids = [one["pid"] for one in found]
+        self.before = [one["before"] for one in found]
+        self.after = [one["after"] for one in found]
 
 
 def start(launcher: str, where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> Result:
@@ -98,6 +100,18 @@ def test_killed_rank_loses_nothing(
     assert got.digests == bare(layout).digests
     assert [verdict["data"]["action"] for verdict in events(tmp_path, "verdict")] == [rung]
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == (1 if rung == "replace" else 2)
+
+
+def test_survivors_stay_what_they_are(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+    """Process, model, parameters' memory and compiled code are those of before; the newcomer compiles for itself."""
+    got = start("holdfast", tmp_path, "--layout", "ddp", "--compiled", "--die", "1@4")
+    assert got.code == 0, got.output
+    assert got.digests == bare("ddp").digests
+    assert [verdict["data"]["action"] for verdict in events(tmp_path, "verdict")] == ["replace"]
+    assert [rank for rank in range(RANKS) if not got.before[rank]] == [1]
+    for rank in (0, 2, 3):
+        assert got.before[rank] == got.after[rank]
+    assert [one["graphs"] for one in got.after] == [1] * RANKS
 
 
 def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Result]) -> None:

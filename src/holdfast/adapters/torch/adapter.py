@@ -128,7 +128,8 @@ class TorchAdapter:
             self._hooks.compiling(False)
 
     def _watch_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._backward_seen:
+        # Compiled into user code it would break the graph, and be compiled again whenever the flag changes.
+        if torch.compiler.is_compiling() or self._backward_seen:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:

@@ -1,0 +1,95 @@
+"""Compiled user code under a session: the same graphs and breaks as without one, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import holdfast
+
+pytestmark = pytest.mark.torch
+
+
+class Net(nn.Module):
+    """A module of the user's own file: dynamo looks into those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape [batch, 4] -> [batch, 1]."""
+        out: Tensor = self.last(self.norm(self.first(x)).relu())
+        return out
+
+
+def outside(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
+    """The session gets the module, the loop calls what was compiled of it."""
+    made: Callable[[Tensor], Tensor] = torch.compile(net, backend=backend)
+    return made
+
+
+def in_place(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
+    """``Module.compile``."""
+    net.compile(backend=backend)
+    return net
+
+
+def whole(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
+    """The call of the module, its hooks too, inside a function that must be one graph."""
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = net(x)
+        return out
+
+    made: Callable[[Tensor], Tensor] = torch.compile(run, backend=backend, fullgraph=True)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing compiled before counts."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", [outside, in_place, whole])
+def test_a_session_adds_no_graph_and_no_break(tmp_path: Path, way: Callable[..., Any]) -> None:
+    def train(session: bool) -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = []
+
+        def backend(graph: Any, examples: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        net = Net()
+        run = way(net, backend)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def update() -> None:
+            run(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if session:
+            with holdfast.session(model=net, optimizer=optimizer, checkpoint=tmp_path, resume="never") as s:
+                for step in s.steps(until=5):
+                    with step:
+                        update()
+        else:
+            for _ in range(5):
+                update()
+        return len(graphs), sum(counters["graph_break"].values())
+
+    assert train(session=True) == train(session=False) == (1, 0)
