@@ -81,6 +81,7 @@ def session(
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
+    copies: int = 1,
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
@@ -90,7 +91,7 @@ def session(
 
     Args:
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
-        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, exit_file, grace_s:
+        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
         state: plain values that travel in checkpoints.
         slices: this rank's parts of parameters that ranks share, by parameter name.
@@ -108,6 +109,7 @@ def session(
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,
+        copies=copies,
         exit_file=exit_file,
         grace_s=grace_s,
     )

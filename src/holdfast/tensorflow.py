@@ -41,6 +41,7 @@ def session(
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
+    copies: int = 1,
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
@@ -51,7 +52,7 @@ def session(
         model: a built Keras model, made in the strategy's scope.
         optimizer: its optimizer; ``model.optimizer`` by default.
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
-        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, exit_file, grace_s:
+        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
         state: plain values that travel in checkpoints.
 
@@ -68,6 +69,7 @@ def session(
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,
+        copies=copies,
         exit_file=exit_file,
         grace_s=grace_s,
     )

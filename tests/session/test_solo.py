@@ -242,6 +242,21 @@ def test_damaged_checkpoints_fall_back_and_never_start_fresh(
     assert Job().train(1, checkpoint=tmp_path, resume="never") == [0]
 
 
+def test_copies_of_the_manifests_are_enough_to_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job().train(4, checkpoint=tmp_path, copies=2)
+    newest = Path(Root(tmp_path).list()[0].path)
+    for name in ("catalogue.json", "rank-r00000.json"):
+        (newest / name).write_bytes(b"")
+    job = Job()
+    assert job.train(8, checkpoint=tmp_path) == [4, 5, 6, 7]
+    assert same(job, bare(8))
+    assert "rank-r00000.json" in caplog.text and "another copy was used" in caplog.text
+    with pytest.raises(UsageError, match="copies=0"):
+        job.session(copies=0)
+
+
 def test_another_model_is_refused_with_differences(tmp_path: Path) -> None:
     Job().train(2, checkpoint=tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"mismatch: 0\.weight is F32 \[8, 4\]"):

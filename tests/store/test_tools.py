@@ -16,10 +16,10 @@ from holdfast.store import tools
 from holdfast.store.codec import decode_header
 from holdfast.store.policy import best_interval_s, retention
 from holdfast.store.root import Root
-from holdfast.store.tools import holdings, merge, repair
+from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import inspect
-from tests.store.test_damage import flip, load
-from tests.store.worlds import World, grid, pipeline, random_array, replicated, save, save_id
+from tests.store.test_damage import flip
+from tests.store.worlds import World, grid, pipeline, random_array, save, save_id
 
 ARRAYS = {
     "w": random_array((40, 30), "float32", 1),
@@ -77,32 +77,6 @@ def test_merge_of_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=shard.name):
         merge(path, tmp_path / "one.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_repair_rebuilds_the_original_files_from_copies(tmp_path: Path) -> None:
-    world = replicated(3, ARRAYS)
-    save(tmp_path, world, save_id(), copies=2)
-    path = tmp_path / save_id().directory()
-    assert repair(path).rebuilt == ()
-    before = {p.name: p.read_bytes() for p in path.iterdir()}
-    shards = sorted(path.glob("shard-*"))
-    flip(shards[0], shards[0].stat().st_size - 1)
-    (path / "SEALED").unlink()
-    assert repair(path).rebuilt == (shards[0].name, "SEALED")
-    shards[1].unlink()
-    assert repair(path).rebuilt == (shards[1].name,)
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
-    load(path, world)
-
-
-def test_repair_without_copies_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    path, _ = sharded(tmp_path)
-    shard = next(p for p in sorted(path.glob("shard-*")) if p.stat().st_size > 4200)
-    flip(shard, shard.stat().st_size - 1)
-    before = {p.name: p.read_bytes() for p in path.iterdir()}
-    with pytest.raises(CheckpointInvalid, match="no intact copy"):
-        repair(path)
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
 
 
 def test_holdings_name_the_redundancy_groups(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
 from holdfast.store.policy import retention
 from holdfast.store.reader import load_catalogue, load_values
+from holdfast.store.repair import repair
 from holdfast.store.root import GRACE_S, Root, resolve
-from holdfast.store.tools import holdings, merge, repair
+from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
 
 PLAIN_WIDTH = 140

@@ -31,6 +31,7 @@ def open_session(
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
     keep: int = 3,
+    copies: int = 1,
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
@@ -49,7 +50,7 @@ def open_session(
             measured), an object of ``EverySteps``, ``EverySeconds`` or ``BestInterval``, a function of a
             ``holdfast.store.policy.Moment``, or a list of these. None: when ``session.save()`` is called.
         save_every_steps, save_every_s: the first two in other words.
-        keep: how many valid checkpoints stay.
+        keep, copies: valid checkpoints that stay; ranks that write each tensor: with 2, any one file may be lost.
         state: further objects with ``state_dict``/``load_state_dict``, plain values, or random generators, by name.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
@@ -72,6 +73,7 @@ def open_session(
         save_every_steps=save_every_steps,
         save_every_s=save_every_s,
         keep=keep,
+        copies=copies,
         exit_file=exit_file,
         grace_s=grace_s,
     )

@@ -64,6 +64,7 @@ class Saver:
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
         pace: hears what saves cost.
+        copies: of everything that is saved beside training, on as many ranks as hold it.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Saver:
         values: Values,
         locals_: Locals,
         pace: Pace,
+        *,
+        copies: int = 1,
     ) -> None:
         self.root = root
         self.saved_step = -1
@@ -86,6 +89,7 @@ class Saver:
         self._values = values
         self._locals = locals_
         self._pace = pace
+        self._copies = copies
         self._version = 0
         self._published = b""
         self._size = -1
@@ -169,7 +173,7 @@ class Saver:
                 )
             layouts = {int(rank): data for rank, data in found.items()}
         catalogue = Catalogue.from_encoded(layouts)
-        made = plan(catalogue, frozenset(range(self._adapter.world_size)))
+        made = plan(catalogue, frozenset(range(self._adapter.world_size)), self._copies)
         self._planned = (self._version, catalogue, made)
         return catalogue, made
 

@@ -59,6 +59,7 @@ class Settings:
         save_every_steps: int | None,
         save_every_s: float | None,
         keep: int,
+        copies: int = 1,
         exit_file: str | os.PathLike[str] | None,
         grace_s: float | None,
         save: object = None,
@@ -67,6 +68,7 @@ class Settings:
             ("save_every_steps", save_every_steps),
             ("save_every_s", save_every_s),
             ("keep", keep),
+            ("copies", copies),
         ):
             if value is not None and value <= 0:
                 raise UsageError(
@@ -77,6 +79,7 @@ class Settings:
         self.seed = int(seed)
         self.policies = save_policies(save, save_every_steps, save_every_s)
         self.keep = keep
+        self.copies = copies
         self.exit_file = None if exit_file is None else Path(exit_file).absolute()
         self.grace_s = grace_s
 
@@ -129,8 +132,9 @@ class Session:
         )
         self._rank.connect()
         self._saver = Saver(
-            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace
-        )
+            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace,
+            copies=settings.copies,
+        )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
         if self._rank.joining and client is not None:

@@ -453,5 +453,13 @@ def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     return boxes
 
 
+def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
+    """The flat (C-order) elements [start, stop) of a box as boxes in the coordinates of the box, in flat order."""
+    return [
+        Box(tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes)
+        for part in flat_range_boxes(box.sizes, start, stop)
+    ]
+
+
 def _prefixed(row: int, boxes: Iterable[Box]) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]

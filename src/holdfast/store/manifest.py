@@ -29,6 +29,7 @@ EXTENT_SIZE_BYTES_MAX = 64 * 1024 * 1024
 MANIFEST_SIZE_BYTES_MAX = 1024 * 1024 * 1024
 CATALOGUE_NAME = "catalogue.json"
 SEAL_NAME = "SEALED"
+COPY_PREFIX = "copy-"
 RANK_MAX = 99_999
 
 _PREFIX = b'{"digest":"'
@@ -119,6 +120,11 @@ def rank_of_name(name: str) -> int | None:
     """Inverse of :func:`rank_name`; None for other files."""
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def copy_name(name: str) -> str:
+    """File name of the second copy of a JSON file, there when the save promises copies."""
+    return COPY_PREFIX + name
 
 
 def shard_name(rank: int, index: int) -> str:
@@ -240,6 +246,11 @@ def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> None
         _refuse(where, f"{name}: {len(record.digests)} digests for {record.size_bytes} bytes")
     if any(not _HEX16.fullmatch(digest) for digest in record.digests):
         _refuse(where, f"{name}: a digest is not 16 hex digits")
+
+
+def encode_manifest(manifest: RankManifest) -> bytes:
+    """Bytes of the file of a manifest: the same from which it was decoded."""
+    return wrap(msgspec.json.encode(manifest))
 
 
 def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -> bytes:

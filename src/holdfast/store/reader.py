@@ -27,7 +27,7 @@ import xxhash
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
 from holdfast.store.base import Attempt, SourceFile
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_range_boxes, subtract
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_regions, subtract
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
@@ -52,7 +52,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load did. ``healed`` are bad extents that another copy made up for.
+    """What a load did. ``healed`` is the damage that other copies made up for.
 
     ``missing`` (not in the checkpoint) and ``mismatched`` (of another shape or dtype) name targets left untouched,
     ``unexpected`` tensors of the checkpoint that nobody asked for; only names that the caller gave up are in them.
@@ -127,11 +127,11 @@ def load_into(
         found = _compare(index.catalogue, wanted, known)
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
-        loader = _Loader(directory, index, threads)
+        loader = Loader(directory, index, threads)
         loader.load([(t, t.box) for t in filled if t.box.numel])
     return LoadReport(
         index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
-        time.perf_counter() - started_s, tuple(loader.healed), tuple(found.missing), tuple(found.unexpected),
+        time.perf_counter() - started_s, (*index.damage, *loader.healed), tuple(found.missing), tuple(found.unexpected),
         tuple(found.mismatched),
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ def _object(data: bytes, where: str) -> dict[str, object]:
     return value
 
 
-class _Loader:
+class Loader:
     """Reads regions of stored boxes into targets."""
 
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
@@ -272,17 +272,10 @@ def _reads(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> list[_Read]:
     """The extents of a stored box that the pieces need."""
     record = stored.record
     item = DTYPE_SIZE_BYTES[record.dtype]
-    single = len(record.digests) == 1
     reads: list[_Read] = []
     for start, size_bytes, digest in stored.extents():
         first = (start - record.start) // item
-        if single:
-            parts = [record.box]
-        else:
-            parts = [
-                _shift(b, record.offsets)
-                for b in flat_range_boxes(record.sizes, first, first + size_bytes // item)
-            ]
+        parts = stored.regions(start, size_bytes)
         needed = [(t, r) for t, r in pieces if any(part.intersect(r) is not None for part in parts)]
         if not needed:
             continue
@@ -312,9 +305,7 @@ def _place(
     stop = start + size_bytes // item
     if start < 0 or stop > goal.numel:
         return None
-    if region != goal and not all(
-        region.contains(_shift(part, goal.offsets)) for part in flat_range_boxes(goal.sizes, start, stop)
-    ):
+    if region != goal and not all(region.contains(part) for part in flat_regions(goal, start, stop)):
         return None
     return target.buffer[start * item : stop * item]
 
@@ -384,10 +375,6 @@ def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(
         slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
     )
-
-
-def _shift(box: Box, offsets: Shape) -> Box:
-    return Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.sizes)
 
 
 def _check_target(target: Target) -> None:

@@ -1,11 +1,10 @@
-"""What people do with checkpoints outside a run: list holders, merge into one file, repair from copies.
+"""What people do with checkpoints outside a run: list holders, merge into one file.
 
 Theory. Merging streams the tensors slab by slab through the verifying reader, so its memory is bounded by one slab
-and its output can be trusted as much as a load. Repairing rebuilds a damaged shard from the other copies; the
-result must reproduce the digests of the manifest, so a repaired file is the original file.
+and its output can be trusted as much as a load.
 
 Invariants:
-1. An output appears whole or not at all, and never replaces an existing file (a repaired shard replaces a damaged one).
+1. An output appears whole or not at all, and never replaces an existing file.
 2. Nothing unverified is copied.
 """
 
@@ -20,19 +19,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
-import xxhash
 
-from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
-from holdfast.store import manifest as form
-from holdfast.store.base import Attempt
-from holdfast.store.codec import dcp_metadata, encode_header
+from holdfast.errors import UsageError
+from holdfast.store.codec import encode_header
 from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
-from holdfast.store.manifest import BoxRecord, RankManifest
-from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
 from holdfast.store.reader import Target, load_catalogue, load_into
-from holdfast.store.validity import check_contents, read_index, seal_of
 
 SLAB_SIZE_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,13 +39,6 @@ class Holding(msgspec.Struct, frozen=True):
     shape: Shape
     box: Box
     ranks: tuple[int, ...]
-
-
-class Repaired(msgspec.Struct, frozen=True):
-    """Names of the files that were rebuilt; ``sealed``: the checkpoint is complete and sealed again."""
-
-    rebuilt: tuple[str, ...]
-    sealed: bool
 
 
 def holdings(path: Place, pattern: str = "*") -> list[Holding]:
@@ -206,56 +192,3 @@ def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[Box]:
         yield Box(
             (*(0,) * axis, first, *(0,) * (len(shape) - axis - 1)), (*(1,) * axis, count, *shape[axis + 1 :])
         )
-
-
-def repair(path: Place) -> Repaired:
-    """Rebuild damaged or missing shard files from other copies, and the seal.
-
-    Raises:
-        CheckpointInvalid: what is left does not hold everything; nothing was changed.
-        StoreWriteError: a file cannot be written.
-    """
-    with open_attempt(path) as directory:
-        index = read_index(directory)
-        damage = (*index.damage, *check_contents(directory, index, threads=2))
-        rebuilt: list[str] = []
-        for manifest in index.manifests.values():
-            for number, entry in enumerate(manifest.files):
-                if any(f"{directory.path / entry.name}:" in line for line in damage):
-                    _rebuild(directory, index.catalogue, manifest, number)
-                    rebuilt.append(entry.name)
-        left = check_contents(directory, read_index(directory), threads=2)
-        if left:
-            raise CheckpointInvalid(f"after the repair: {left[0]}")
-        directory.sync()
-        data = seal_of(index)
-        if not directory.exists(form.SEAL_NAME) or directory.read(form.SEAL_NAME, 2**30) != data:
-            directory.write(form.SEAL_NAME, data, "repair")
-            rebuilt.append(form.SEAL_NAME)
-    return Repaired(tuple(rebuilt), True)
-
-
-def _rebuild(directory: Attempt, catalogue: Catalogue, manifest: RankManifest, number: int) -> None:
-    """Write one shard file again; its digests must come out as the manifest says."""
-    entry = manifest.files[number]
-    records = [r for r in manifest.tensors if r.file == number]
-    head, header = encode_header(
-        [(r.fqn, r.dtype, r.sizes) for r in records],
-        dcp_metadata({r.fqn: r.box for r in records}, manifest.save_id.directory()),
-    )
-    if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
-        raise StoreWriteError(
-            f"{directory.path / entry.name}: was written by another version; it cannot be rebuilt"
-        )
-    with directory.new_file(entry.name, "repair", size_bytes=entry.size_bytes) as put:
-        put(0, memoryview(head))
-        for record, place in zip(records, header.tensors, strict=True):
-            data = _fetch(directory.path, catalogue, record.fqn, record.dtype, record.shape, record.box)
-            _check_digests(data, record, manifest.extent_size_bytes, directory.path / entry.name)
-            put(place.start, data)
-
-
-def _check_digests(data: memoryview, record: BoxRecord, extent_size_bytes: int, path: Place) -> None:
-    for n, digest in enumerate(record.digests):
-        if xxhash.xxh3_64_hexdigest(data[n * extent_size_bytes : (n + 1) * extent_size_bytes]) != digest:
-            raise CheckpointInvalid(f"{path}: the copies of {record.fqn}{record.box} differ")

@@ -7,16 +7,18 @@ every extent.
 
 Invariants:
 1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
-2. Damage that copies make up for (``copies`` > 1) is listed but does not invalidate.
+2. Damage that copies make up for (``copies`` > 1) is listed but does not invalidate: of extents, files, manifests and
+   the catalogue.
 3. No file outside the directory is touched and no link followed, whatever the manifests say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -26,13 +28,14 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
 from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, decode_header
-from holdfast.store.layout import Catalogue
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, flat_regions
 from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
 from holdfast.store.plan import missing
 
 Progress = Callable[[int], object]
+T = TypeVar("T")
 
 
 def _quiet(_size_bytes: int) -> None:
@@ -54,6 +57,14 @@ class Stored(msgspec.Struct, frozen=True):
             start = self.record.start + n * self.extent_size_bytes
             yield start, min(self.extent_size_bytes, stop - start), digest
 
+    def regions(self, start: int, size_bytes: int) -> list[Box]:
+        """What lies in these bytes of the file, as boxes in global coordinates, one after the other."""
+        record, item = self.record, DTYPE_SIZE_BYTES[self.record.dtype]
+        if size_bytes == record.size_bytes:
+            return [record.box]
+        first = (start - record.start) // item
+        return flat_regions(record.box, first, first + size_bytes // item)
+
 
 class Index(msgspec.Struct, frozen=True):
     """Everything that the JSON files of a valid checkpoint say, cross-checked."""
@@ -65,6 +76,11 @@ class Index(msgspec.Struct, frozen=True):
     boxes: dict[str, tuple[Stored, ...]]
     damage: tuple[str, ...]
     size_bytes: int
+
+    @property
+    def copies(self) -> int:
+        """How many copies were asked for."""
+        return next(iter(self.manifests.values())).copies
 
 
 class Validity(msgspec.Struct, frozen=True):
@@ -106,6 +122,7 @@ def inspect(
             index = read_index(directory)
             damage = index.damage
             if deep:
+                damage = (*damage, *check_copies(directory, index))
                 damage = (*damage, *check_contents(directory, index, threads, progress))
             sealed, broken = _seal(directory, index)
             damage = (*damage, *broken)
@@ -118,24 +135,24 @@ def inspect(
     )  # fmt: skip
 
 
-def read_index(directory: Attempt) -> Index:
+def read_index(directory: Attempt, *, headers: bool = True) -> Index:
     """Read and cross-check all JSON files, file sizes and headers of a checkpoint.
+
+    Args:
+        headers: the boxes of a file with a damaged header do not count. (Its data may be sound: see ``repair.py``.)
 
     Raises:
         CheckpointInvalid: the first broken rule, with the file's path.
     """
     where = directory.path
-    names = directory.names()
-    catalogue = form.decode_catalogue(
-        directory.read(form.CATALOGUE_NAME, form.MANIFEST_SIZE_BYTES_MAX), str(where / form.CATALOGUE_NAME)
-    )
+    damage: list[str] = []
+    catalogue = _read_json(directory, form.CATALOGUE_NAME, form.decode_catalogue, damage)
     manifests: dict[int, RankManifest] = {}
     digests: dict[str, str] = {}
-    for name in names:
-        rank = form.rank_of_name(name)
-        if rank is not None:
-            data = directory.read(name, form.MANIFEST_SIZE_BYTES_MAX)
-            manifests[rank], digests[name] = form.decode_manifest(data, str(where / name))
+    found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in directory.names())
+    for rank in sorted({rank for rank in found if rank is not None}):
+        name = form.rank_name(rank)
+        manifests[rank], digests[name] = _read_json(directory, name, form.decode_manifest, damage)
     if not manifests:
         raise CheckpointInvalid(f"{where}: no rank has finished its share")
     first = next(iter(manifests.values()))
@@ -146,10 +163,9 @@ def read_index(directory: Attempt) -> Index:
             raise CheckpointInvalid(
                 f"{where / form.rank_name(rank)}: missing; rank {rank} did not finish its share"
             )
-    damage: list[str] = []
     boxes: dict[str, list[Stored]] = {}
     for rank, manifest in manifests.items():
-        intact = [_intact(directory, entry, damage) for entry in manifest.files]
+        intact = [_intact(directory, entry, damage, headers) for entry in manifest.files]
         for record in manifest.tensors:
             _check_known(record, catalogue, where / form.rank_name(rank))
             if intact[record.file]:
@@ -159,8 +175,51 @@ def read_index(directory: Attempt) -> Index:
         first.save_id, catalogue, manifests, digests, {fqn: tuple(s) for fqn, s in boxes.items()}, tuple(damage),
         sum(entry.size_bytes for m in manifests.values() for entry in m.files),
     )  # fmt: skip
-    check_coverage(index, where)
+    check_coverage(index, where, {})
     return index
+
+
+def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T], damage: list[str]) -> T:
+    """One JSON file; where it is damaged or missing, its copy, and the damage is noted."""
+    limit = form.MANIFEST_SIZE_BYTES_MAX
+    try:
+        return decode(directory.read(name, limit), str(directory.path / name))
+    except CheckpointInvalid as error:
+        copy = form.copy_name(name)
+        if not directory.exists(copy):
+            raise
+        try:
+            decoded = decode(directory.read(copy, limit), str(directory.path / copy))
+        except CheckpointInvalid:
+            raise error from None
+        damage.append(error.message)
+        return decoded
+
+
+def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
+    """Name and only possible content of every JSON file but the seal; the original first, then its copy."""
+    originals = [(form.CATALOGUE_NAME, form.wrap(index.catalogue.to_json()))]
+    for rank, manifest in index.manifests.items():
+        originals.append((form.rank_name(rank), form.encode_manifest(manifest)))
+    for name, data in originals:
+        yield name, data
+        if index.copies > 1:
+            yield form.copy_name(name), data
+
+
+def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
+    """What is wrong with the copies of the JSON files of a checkpoint that promises some."""
+    found: list[str] = []
+    for name, data in json_files(index):
+        if name.startswith(form.COPY_PREFIX):
+            try:
+                if directory.read(name, form.MANIFEST_SIZE_BYTES_MAX) != data:
+                    found.append(
+                        f"{directory.path / name}: is no copy of {name.removeprefix(form.COPY_PREFIX)}"
+                    )
+            except CheckpointInvalid as error:
+                found.append(error.message)
+    return tuple(found)
 
 
 def seal_of(index: Index) -> bytes:
@@ -172,13 +231,19 @@ def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
     """Is there a seal, and what is wrong with it?"""
     if not directory.exists(form.SEAL_NAME):
         return False, []
-    if directory.read(form.SEAL_NAME, form.MANIFEST_SIZE_BYTES_MAX) == seal_of(index):
-        return True, []
+    try:
+        if directory.read(form.SEAL_NAME, form.MANIFEST_SIZE_BYTES_MAX) == seal_of(index):
+            return True, []
+    except CheckpointInvalid as error:
+        return False, [error.message]
     return False, [f"{directory.path / form.SEAL_NAME}: does not match the manifests"]
 
 
-def check_coverage(index: Index, where: Place) -> None:
-    """Refuse a checkpoint whose intact boxes leave a hole in a tensor of the catalogue.
+def check_coverage(index: Index, where: Place, bad: Mapping[int, Collection[int]]) -> None:
+    """Refuse a checkpoint whose intact extents leave a hole in a tensor of the catalogue.
+
+    Args:
+        bad: numbers of the damaged extents by the ``id`` of their ``Stored``.
 
     Raises:
         CheckpointInvalid: names the damage behind the hole, or the hole.
@@ -187,7 +252,15 @@ def check_coverage(index: Index, where: Place) -> None:
     if absent:
         raise CheckpointInvalid(f"{where / form.CATALOGUE_NAME}: no layout of rank(s) {list(absent)[:8]}")
     for tensor in index.catalogue.tensors:
-        holes = missing(tensor.shape, [s.record.box for s in index.boxes.get(tensor.fqn, ())])
+        boxes: list[Box] = []
+        for stored in index.boxes.get(tensor.fqn, ()):
+            wrong = bad.get(id(stored))
+            if wrong is None:
+                boxes.append(stored.record.box)
+            else:
+                for n, (start, size_bytes, _) in enumerate(stored.extents()):
+                    boxes += () if n in wrong else stored.regions(start, size_bytes)
+        holes = missing(tensor.shape, boxes)
         if holes:
             cause = f" ({index.damage[0]})" if index.damage else ""
             raise CheckpointInvalid(f"{where}: no intact copy of {tensor.fqn}{holes[0]}{cause}")
@@ -205,34 +278,33 @@ def check_contents(
     for stored in (s for boxes in index.boxes.values() for s in boxes):
         by_file.setdefault(stored.name, []).append(stored)
     damage: list[str] = []
-    bad: set[int] = set()
+    bad: dict[int, Collection[int]] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-verify") as pool:
         for name, boxes in sorted(by_file.items()):
             with directory.open_file(name) as file:
                 damage += _check_header(file, boxes)
                 checks = pool.map(partial(bad_extents, file, progress=progress), boxes)
                 for stored, found in zip(boxes, checks, strict=True):
-                    damage += found
+                    damage += found.values()
                     if found:
-                        bad.add(id(stored))
+                        bad[id(stored)] = found.keys()
     if damage:
-        left = {fqn: tuple(s for s in boxes if id(s) not in bad) for fqn, boxes in index.boxes.items()}
-        check_coverage(msgspec.structs.replace(index, boxes=left, damage=tuple(damage)), directory.path)
+        check_coverage(msgspec.structs.replace(index, damage=tuple(damage)), directory.path, bad)
     return tuple(damage)
 
 
-def bad_extents(file: SourceFile, stored: Stored, progress: Progress = _quiet) -> list[str]:
-    """Read and hash the extents of one stored box; returns one line per bad one.
-
-    Raises:
-        CheckpointInvalid: the file cannot be read.
-    """
-    found: list[str] = []
+def bad_extents(file: SourceFile, stored: Stored, progress: Progress = _quiet) -> dict[int, str]:
+    """Read and hash the extents of one stored box; the numbers of the bad ones with the line that names each."""
+    found: dict[int, str] = {}
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
-    for start, size_bytes, digest in stored.extents():
-        file.read_at(start, [buffer[:size_bytes]])
+    for n, (start, size_bytes, digest) in enumerate(stored.extents()):
+        try:
+            file.read_at(start, [buffer[:size_bytes]])
+        except CheckpointInvalid as error:
+            found[n] = error.message
+            continue
         if xxhash.xxh3_64_hexdigest(buffer[:size_bytes]) != digest:
-            found.append(bad_extent(file.path, stored.record, start, size_bytes))
+            found[n] = bad_extent(file.path, stored.record, start, size_bytes)
         progress(size_bytes)
     return found
 
@@ -266,8 +338,8 @@ def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
         raise CheckpointInvalid(f"{where}: tensor {record.fqn!r} is not that of the catalogue")
 
 
-def _intact(directory: Attempt, entry: FileEntry, damage: list[str]) -> bool:
-    """True when a shard file has its size and header; else the damage is noted."""
+def _intact(directory: Attempt, entry: FileEntry, damage: list[str], headers: bool) -> bool:
+    """True when a shard file has its size and (where it matters) its header; else the damage is noted."""
     path = directory.path / entry.name
     try:
         with directory.open_file(entry.name) as file:
@@ -284,18 +356,18 @@ def _intact(directory: Attempt, entry: FileEntry, damage: list[str]) -> bool:
         return False
     if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
         damage.append(f"{path}: header does not match its digest (flipped, or a file of another save)")
-        return False
+        return not headers
     return True
 
 
 def _check_header(file: SourceFile, boxes: Sequence[Stored]) -> list[str]:
     """The safetensors header against the manifest: other programs must read what we would."""
     prefix = bytearray(8)
-    file.read_at(0, [memoryview(prefix)])
-    length = min(8 + int.from_bytes(prefix, "little"), file.size_bytes, HEADER_SIZE_BYTES_MAX)
-    head = bytearray(length)
-    file.read_at(0, [memoryview(head)])
     try:
+        file.read_at(0, [memoryview(prefix)])
+        length = min(8 + int.from_bytes(prefix, "little"), file.size_bytes, HEADER_SIZE_BYTES_MAX)
+        head = bytearray(length)
+        file.read_at(0, [memoryview(head)])
         header = decode_header(bytes(head), file.size_bytes, str(file.path))
     except CheckpointInvalid as error:
         return [error.message]

@@ -5,7 +5,8 @@ exists when its manifest does. Whoever finds all manifests in place proves the c
 writes the seal; several ranks may do so at once, because the seal is a pure function of the files.
 
 Invariants:
-1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, seal.
+1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, (with copies)
+   its copy, directory fsync, seal.
 2. Nothing that a manifest names is ever written again: a finished share is compared, never replaced.
 3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
 """
@@ -89,7 +90,9 @@ def write_share(
     with open_store(root).create(save_id.directory()) as directory:
         if not directory.lock(shared=True):
             raise StoreWriteError(f"{directory.path} is being removed")
-        _put_catalogue(directory, catalogue, rank)
+        _put_catalogue(directory, catalogue, rank, form.CATALOGUE_NAME)
+        if plan.copies > 1:
+            _put_catalogue(directory, catalogue, rank, form.copy_name(form.CATALOGUE_NAME))
         share = _Share(
             directory, save_id, catalogue, source, rank, threads, direct and threads == 1, progress
         )
@@ -101,10 +104,11 @@ def write_share(
             form.FORMAT_VERSION, save_id, rank, catalogue.world, catalogue.digest, plan.sources, plan.copies,
             EXTENT_SIZE_BYTES, tuple(files), tuple(records), common, own,
         )  # fmt: skip
-        data = form.wrap(msgspec.json.encode(manifest))
+        data = form.encode_manifest(manifest)
         directory.sync()
-        if not directory.create(name, data, f"r{rank:05d}"):
-            _check_same(directory, rank, data)
+        _put_manifest(directory, data, rank, name)
+        if plan.copies > 1:
+            _put_manifest(directory, data, rank, form.copy_name(name))
         sealed = try_seal(directory, plan.sources, f"r{rank:05d}")
     size_bytes = len(data) + sum(entry.size_bytes for entry in files)
     names = (*(entry.name for entry in files), name)
@@ -283,19 +287,20 @@ def _encode_all(
     return common, own
 
 
-def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int) -> None:
+def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: str) -> None:
     """Write the catalogue unless it is there; one that differs means that the ranks disagree."""
     data = form.wrap(catalogue.to_json())
-    made = directory.create(form.CATALOGUE_NAME, data, f"r{rank:05d}")
-    if not made and _read(directory, form.CATALOGUE_NAME) != data:
+    made = directory.create(name, data, f"r{rank:05d}")
+    if not made and _read(directory, name) != data:
         raise StoreWriteError(
             f"{directory.path}: holds another catalogue (the ranks disagree about the layout, or another "
             "job uses the same run id and root)"
         )
 
 
-def _check_same(directory: Attempt, rank: int, data: bytes) -> None:
-    if _read(directory, form.rank_name(rank)) != data:
+def _put_manifest(directory: Attempt, data: bytes, rank: int, name: str) -> None:
+    """Write a manifest unless it is there; one that differs is another save's."""
+    if not directory.create(name, data, f"r{rank:05d}") and _read(directory, name) != data:
         raise StoreWriteError(
             f"{directory.path}: rank {rank} has already written other content under this save id",
             hint="use another checkpoint directory or run id: an attempt is never overwritten",
