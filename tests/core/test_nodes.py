@@ -12,9 +12,13 @@ from holdfast.core.messages import (
     AgentHello,
     Catalogued,
     Finish,
+    MemberExited,
     MemberSeen,
+    SaveReported,
+    Settle,
     Settled,
     StartMembers,
+    StepReached,
     Tick,
     VotersAre,
 )
@@ -124,3 +128,97 @@ def test_a_spare_takes_the_seats_of_a_lost_node() -> None:
         C: [(0, 0), (1, 1)],
     }
     assert assign([(B, 2)], 4, 10, before) == {}
+
+
+def smaller(nodes_min: int, nodes: int = 4, per_node: int = 2) -> Job:
+    """A job of ``nodes`` nodes at step 6, all of whose boxes every rank holds."""
+    names = [NodeId(f"node{i}") for i in range(nodes)]
+    job = Job(world_size=nodes * per_node, nnodes=nodes, voters=tuple(names), nodes_min=nodes_min)
+    for node in names:
+        job.post(AgentHello(node_id=node, slots=per_node, pid=1, host=node, port=7))
+    job.hello()
+    job.open(5)
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=6))
+    return job
+
+
+def drop(job: Job, *lost: NodeId) -> None:
+    """Nodes are lost for good; the ranks that live settle, save and leave, as they are told."""
+    names = set(job.controller.job.slots)
+    for node in lost:
+        job.post(AgentGone(node_id=node))
+    while job.controller.recovery.phase in ("idle", "grace"):
+        beat(job, names - set(lost))
+    come_to_rest(job)
+
+
+def beat(job: Job, nodes: set[NodeId]) -> None:
+    for node in nodes:
+        job.post(AgentBeat(node_id=node), 0.0)
+    job.post(Tick(name="beat"), 0.5)
+
+
+def come_to_rest(job: Job, step: int = 6) -> None:
+    """From the fence to the order to leave, and out."""
+    roster = job.controller.job.roster
+    for member in list(roster.living):
+        job.post(
+            Settled(
+                member_id=member.member_id, generation=job.generation, state="ready", step=step, freed_ns=1
+            )
+        )
+    order = next(s.save for s in job.sent(Settle) if s.save is not None)
+    for rank in order.sources:
+        member_id = next(m.member_id for m in roster.members if m.rank == rank)
+        last = rank == order.sources[-1]
+        job.post(
+            SaveReported(
+                member_id=member_id,
+                generation=job.generation,
+                save_id=order.save_id,
+                size_bytes=1,
+                duration_s=0.1,
+                sealed=last,
+            )
+        )
+    for member in list(roster.living):
+        job.post(
+            MemberExited(
+                member_id=member.member_id, node_id=member.node_id, generation=job.generation, code=int(Exit.RESTART),
+                signal=None, state="aborted", step=step, detail="left",
+            )
+        )  # fmt: skip
+
+
+def test_half_of_the_nodes_go_on_and_the_rest_is_taken_back() -> None:
+    job = smaller(nodes_min=2)
+    drop(job, NodeId("node1"))
+    assert job.record("resized") == {"ranks_before": 8, "ranks": 4}  # 3 nodes do not divide 4: 2 are used
+    orders = job.sent(StartMembers)
+    assert [(o.node_id, o.world_size, [a.rank for a in o.members]) for o in orders] == [
+        (NodeId("node0"), 4, [0, 1]),
+        (NodeId("node2"), 4, [2, 3]),
+    ]
+    job.hello()
+    job.open(6)
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=7))
+    assert job.controller.recovery.phase == "idle"
+    job.post(AgentHello(node_id=NodeId("node1"), slots=2, pid=2, host="node1", port=7))
+    beat(job, set(job.controller.job.slots))
+    assert job.record("fenced")["reason"] == "there is room for 8 ranks"
+    come_to_rest(job, 7)
+    assert "there is room for 8 ranks, 4 run" in job.record("verdict")["reason"]
+    assert job.record("resized") == {"ranks_before": 4, "ranks": 8}
+    assert [o.world_size for o in job.sent(StartMembers)] == [8] * 4
+    # A controller of the next term knows how many ranks run now.
+    past = past_of(job)
+    assert Job(world_size=8, nnodes=4, nodes_min=2, past=past, term=2).controller.job.world_size == 8
+
+
+def test_too_few_nodes_wait() -> None:
+    job = smaller(nodes_min=4)
+    drop(job, NodeId("node1"))
+    assert job.controller.recovery.phase == "waiting"
+    assert not any(r.kind == "resized" for r in job.records)

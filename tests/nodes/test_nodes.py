@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,3 +86,40 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
         assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
     digests = {path.read_text() for path in tmp_path.glob("out-*")}
     assert digests == {alone(tmp_path, 70)}
+
+
+SHRINK = TRAIN.replace("torch.nn.Dropout(0.2)", "torch.nn.Tanh()").replace(
+    'open(f"{result}-{rank}", "w").write(digest)',
+    "weights = torch.cat([p.detach().flatten() for p in net.parameters()])\n"
+    'open(f"{result}-{rank}", "w").write(\' \'.join(repr(float(w)) for w in weights))',
+)
+
+
+@pytest.mark.torch
+def test_a_job_goes_on_with_half_of_its_hosts_and_grows_back(net: Network, tmp_path: Path) -> None:
+    steps, witness = 90, str(tmp_path / "witness")
+    flags = ("--witness", witness, "--shrink-to", "1")
+    arguments = (str(steps), "0.04", str(tmp_path / "out"))
+    with Hosts(net, tmp_path, "2", SHRINK, arguments, flags=flags, torch=True) as hosts:
+        hosts.start(0, 1)
+        hosts.wait_event(1, "resumed")
+        hosts.kill(0)
+        assert hosts.wait(0) == -signal.SIGKILL
+        smaller = hosts.wait_event(1, "resized").data
+        assert (smaller["ranks_before"], smaller["ranks"]) == (2, 1)
+        hosts.wait_event(1, "resumed", 2)
+        hosts.start(0)
+        larger = hosts.wait_event(1, "resized", 2).data
+        assert (larger["ranks_before"], larger["ranks"]) == (1, 2)
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0) + hosts.output(1)
+        assert {e.data["steps_lost"] for e in hosts.events(1, "recovered")} == {0}
+    script = tmp_path / "alone.py"
+    script.write_text(SHRINK)
+    words = [HOLDFAST, "run", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "alone"), str(script)]
+    subprocess.run([*words, str(steps), "0", str(tmp_path / "alone-out")],
+                   cwd=tmp_path, env=clean_environment(), check=True, capture_output=True, timeout=60)  # fmt: skip
+    here, there = (
+        [float(w) for w in (tmp_path / name).read_text().split()] for name in ("out-0", "alone-out-0")
+    )
+    assert here == pytest.approx(there, rel=1e-4, abs=1e-6)  # the same batches, added up in another order
+    assert here != there

@@ -151,6 +151,14 @@ class Adapter(Protocol):
 
 
 @runtime_checkable
+class TakesParts(Protocol):
+    """What an adapter may also be: one that can run a step in parts, for ranks that are missing."""
+
+    def share(self, part: int, parts: int) -> None:
+        """The block that begins next is part ``part`` of ``parts`` of its step; the part before has ended in order."""
+
+
+@runtime_checkable
 class PinsMemory(Protocol):
     """What an adapter may also be: one whose device copies faster into memory that it knows."""
 

@@ -73,6 +73,8 @@ def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | 
 FLAGS: tuple[Flag, ...] = (
     _used("--nproc-per-node", "text", "workers to start: a number, auto, cpu, gpu or xpu", "1"),
     _used("--nnodes", "text", "nodes that hold ranks, or MIN:MAX: those beyond MIN wait as spares", "1:1"),
+    _own("--shrink-to", "whole", "when nodes are lost and no spare waits, go on with at least so many: the "
+         "same batch per step, taken in parts; grows back when a node comes; 0: wait for a node", 0),
     _used("--node-rank", "whole", "number of this node, from 0; a number of its own for each host", 0),
     _used("--master-addr", "text", "first contact of the agents, an address of node 0; on one node MASTER_ADDR of the "
           "workers", "127.0.0.1"),

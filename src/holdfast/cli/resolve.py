@@ -84,6 +84,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         nproc=nproc,
         nnodes=nodes.least,
         nnodes_max=nodes.most,
+        nnodes_min=_shrink_to(values, nodes),
         node_rank=int(values["node_rank"]),
         node=nodes.node,
         contacts=nodes.contacts,
@@ -183,6 +184,24 @@ def _nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
     text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
     contacts = tuple(_contact(item.strip()) for item in text.split(",") if item.strip())
     return Nodes(least, most, node, contacts, _bind(values["bind"], contacts[0]))
+
+
+def _shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
+    """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
+    least = int(values["shrink_to"])
+    if least == 0:
+        return 0
+    if not 0 < least < nodes.least:
+        raise UsageError(
+            f"--shrink-to {least} with {nodes.least} nodes that hold ranks: 1 to {nodes.least - 1} can be meant",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    if values["framework"] != "torch":
+        raise UnsupportedError(
+            f"--shrink-to with --framework {values['framework']}: steps are run in parts by PyTorch's session only",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    return least
 
 
 def _contact(text: str) -> str:

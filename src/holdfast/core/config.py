@@ -13,6 +13,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     world_size: int
     nnodes: int = 1
+    nodes_min: int = (
+        0  # fewest nodes to go on with when some are lost and no spare waits; 0: never with fewer
+    )
     voters: tuple[
         str, ...
     ] = ()  # agents that elect the controller; a node is lost only while a majority is heard

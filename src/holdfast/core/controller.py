@@ -200,7 +200,7 @@ class Controller:
 
     def _layout_published(self, event: LayoutPublished) -> None:
         job = self.job
-        layouts = job.roster.publish(event, job.config.world_size)
+        layouts = job.roster.publish(event, job.world_size)
         if layouts is None:
             return
         catalogued = Catalogued(

@@ -86,7 +86,7 @@ class Ending:
     def release(self) -> None:
         """Let everyone return, if all have finished."""
         job, members = self.job, self.job.roster.members
-        if job.released or len(members) < job.config.world_size or not all(m.finished for m in members):
+        if job.released or len(members) < job.world_size or not all(m.finished for m in members):
             return
         job.released = True
         steps = [m.finished.step for m in members if m.finished]

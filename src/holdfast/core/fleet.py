@@ -54,7 +54,8 @@ class Fleet:
         if job.config.alone:
             job.exit_source = "the loss of the majority of the agents"
         if self.adopting:
-            if self.voters or job.config.alone:
+            # With one voter, the survivor of two hosts that a witness chose, members may still sit on several nodes.
+            if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
             members = [
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
@@ -325,6 +326,7 @@ class Fleet:
             job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
             if event.kind == "lost":
                 self._node_lost(now, event.node_id, event.reason)
+        self.recovery.grow(now)
 
     def _startup(self, now: float) -> None:
         """Whoever has not reported by now is named, and removed."""

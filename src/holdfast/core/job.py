@@ -51,6 +51,9 @@ class Job:
         self.uncovered = uncovered
         self.roster = Roster()
         self.liveness = Liveness(config)
+        self.world_size = config.world_size  # of the newest start
+        if past.seats and not config.library:
+            self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
@@ -127,11 +130,15 @@ class Job:
 
     def start_members(self, resume: str) -> bool:
         """Seat a fresh roster in the newest generation and start it. False when the nodes are not there."""
-        up = [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
         before = {m.rank: m.node_id for m in self.roster.members}
-        seats = assign(up, self.config.world_size, self.last_member + 1, before)
+        world_size = self.room()
+        seats = assign(self._up(), world_size, self.last_member + 1, before)
         if not seats:
             return False
+        if world_size != self.world_size:
+            self.record("resized", ranks_before=self.world_size, ranks=world_size)
+            self.world_size = world_size
+            self.roster.layouts = {}
         members = [
             Member(member_id=a.member_id, rank=a.rank, local_rank=a.local_rank, node_id=node)
             for node, here in seats.items()
@@ -155,6 +162,27 @@ class Job:
         self.start_again(members)
         self.timer("startup", self.config.startup_s)
         return True
+
+    def room(self) -> int:
+        """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
+
+        Nodes are left out until their number divides the full one, so that each step can be made of a whole number of
+        parts: its batches, and their number, stay what they are.
+        """
+        config = self.config
+        up = self._up()
+        if not config.nodes_min or sum(slots for _, slots in up) >= config.world_size:
+            return config.world_size
+        per_node = config.world_size // config.nnodes
+        usable = sum(slots >= per_node for _, slots in up)
+        nodes = next(
+            (n for n in range(usable, config.nodes_min - 1, -1) if config.nnodes % n == 0), config.nnodes
+        )
+        return nodes * per_node
+
+    def _up(self) -> list[tuple[NodeId, int]]:
+        """The nodes that are heard, with their slots, in their order."""
+        return [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
 
     def replace_members(self, dead: Sequence[Member]) -> None:
         """Seat a newcomer in place of each dead member, on its node, in the newest generation."""
@@ -193,7 +221,7 @@ class Job:
             order = StartMembers(
                 node_id=node,
                 generation=generation,
-                world_size=self.config.world_size,
+                world_size=self.world_size,
                 attempt=self.attempts - 1,
                 members=here,
                 resume=resume,

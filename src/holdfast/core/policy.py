@@ -83,6 +83,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
     checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
     failures: tuple[Failure, ...] = ()
+    room: str = ""  # more ranks can run than do
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +112,13 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
             action="restart_fresh",
             reason="the script has no session: all workers start again",
             evidence=_failure_lines(situation),
+        )
+    if situation.room and savable:
+        return Verdict(
+            action="restart_last_gasp",
+            reason=f"{situation.room}: all workers start again there",
+            evidence=_failure_lines(situation),
+            save=True,
         )
     retries = sum(1 for a in history if a.action == "retry_in_place" and a.step == (situation.step or 0))
     if situation.all_alive and situation.all_sound and retries < config.retries_per_step_max:

@@ -26,6 +26,7 @@ from typing import Literal
 from holdfast.core.decision import Decided, decide
 from holdfast.core.fault import Fault, FaultKind, Seen
 from holdfast.core.gasp import Gasp
+from holdfast.core.ids import NodeId
 from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import (
@@ -73,6 +74,7 @@ class Recovery:
         self._in_place = False
         self._all_opened = False
         self._suspicion: Fault | None = None
+        self._grown_on: frozenset[NodeId] = frozenset()
         self._dead: tuple[int, ...] | None = None  # ranks that a fence names; None: to be counted again
 
     # ---------------------------------------------------------------- events
@@ -138,7 +140,7 @@ class Recovery:
         if any(m.opened_step is None for m in reversed(job.roster.members)):
             return
         steps = [m.opened_step for m in job.roster.members if m.opened_step is not None]
-        if self._all_opened or len(steps) < job.config.world_size:
+        if self._all_opened or len(steps) < job.world_size:
             return
         self._all_opened = True
         if self.phase in ("retrying", "replacing", "saving", "leaving"):
@@ -239,6 +241,20 @@ class Recovery:
         elif name == "leave" and self.phase == "leaving":
             for member in living:
                 self.job.kill(member, "did not leave")
+
+    def grow(self, now: float) -> None:
+        """More ranks can run than do: all workers start again, from a checkpoint of where the job stands.
+
+        Asked again and again; each set of nodes is tried once.
+        """
+        job = self.job
+        if self.phase != "idle" or job.room() <= job.world_size or job.exit_source or not job.session:
+            return
+        nodes = frozenset(job.slots)
+        if nodes == self._grown_on or any(m.finished for m in job.roster.members):
+            return
+        self._grown_on = nodes
+        self.fence(now, f"there is room for {job.room()} ranks")
 
     def remind(self, member: Member) -> None:
         """Repeat the standing order to a member that reconnected."""

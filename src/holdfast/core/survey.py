@@ -63,6 +63,9 @@ class Survey:
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
             unreplaceable=self._why_unreplaceable(decided, answers),
             failures=_failures(faults),
+            room=f"there is room for {job.room()} ranks, {job.world_size} run"
+            if job.room() > job.world_size
+            else "",
         )
 
     def _why_uncovered(self, decided: Decided) -> str:
@@ -85,7 +88,7 @@ class Survey:
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:
         job = self.job
-        missing = [r for r in range(job.config.world_size) if r not in job.roster.layouts]
+        missing = [r for r in range(job.world_size) if r not in job.roster.layouts]
         if missing:
             return f"rank(s) {missing[:8]} published no layout"
         return job.uncovered(job.roster.layouts_as_text(), sources)

@@ -76,6 +76,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         run_id=settings.job_id,
         world_size=settings.nproc * settings.nnodes,
         nnodes=settings.nnodes,
+        nodes_min=settings.nnodes_min,
         voters=voters if len(voters) > 1 else (),
         alone=alone,
         term=term,

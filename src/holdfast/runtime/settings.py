@@ -34,6 +34,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     nproc: int = 1
     nnodes: int = 1  # nodes that hold ranks
     nnodes_max: int = 1  # with those that wait as spares
+    nnodes_min: int = 0  # fewest to go on with when some are lost; 0: never with fewer
     node_rank: int = 0
     node: str = "node0"  # name of this node, the same for a successor agent
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, Feed
+from holdfast.adapters.base import Adapter, Collected, Feed, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import ExitAgreed, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
-from holdfast.errors import HoldfastError, StepError, StoreWriteError, UsageError
+from holdfast.errors import HoldfastError, StepError, StoreWriteError, UnsupportedError, UsageError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
@@ -43,6 +43,8 @@ from holdfast.store.values import encode_values
 log = logging.getLogger("holdfast")
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
+PARTS_VARIABLE = "HOLDFAST_PARTS"
+"""Set by the launcher: each rank does the work of so many, because nodes are missing."""
 ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
 """Environment variable that takes the place of ``checkpoint=``: the drill keeps its runs of one script apart by it."""
 
@@ -110,6 +112,12 @@ class Session:
     def __enter__(self) -> Self:
         settings = self._settings
         self._adapter = self._make_adapter()
+        self._parts = int(os.environ.get(PARTS_VARIABLE, "1"))
+        if self._parts > 1 and not isinstance(self._adapter, TakesParts):
+            raise UnsupportedError(
+                f"this framework cannot go on with a {self._parts}th of the ranks",
+                hint="start without --shrink-to",
+            )
         self._client, library = self._join()
         client = self._client
         self.root = settings.checkpoint
@@ -198,12 +206,18 @@ class Session:
                 found.session.get("seed"),
                 self._settings.seed,
             )
-        if found.session.get("world") != self._adapter.world_size:
+        before = self._workers_then(found.session)
+        if before != self._adapter.world_size * self._parts:
             log.warning(
                 "holdfast: the checkpoint was written by %s ranks, this run has %d: batches will differ",
-                found.session.get("world"),
+                before,
                 self._adapter.world_size,
             )
+
+    @staticmethod
+    def _workers_then(session: Mapping[str, Any]) -> int:
+        """Ranks that the batch of a step was made for."""
+        return int(session.get("world", 1)) * int(session.get("parts", 1))
 
     def _take_over(self, client: Client) -> None:
         """A newcomer: the survivors give what a checkpoint would."""
@@ -216,6 +230,10 @@ class Session:
         self._resumed = found
         self._step = found.step
         self._place = dict(found.session.get("place", {"loop": -1}))
+        if at := self._place.get("at"):
+            # Samples are dealt to the ranks in turn: fewer ranks have drawn more batches each.
+            then = int(found.session.get("world", self._adapter.world_size))
+            self._place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self._local = dict(found.local)
 
     def _open(self) -> None:
@@ -328,6 +346,11 @@ class Session:
         """
         if loader is None and until is None:
             raise UsageError("steps() needs a loader, or until=N", hint="s.steps(loader, until=10_000)")
+        if loader is None and self._parts > 1:
+            raise UnsupportedError(
+                "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
+                hint="s.steps(loader, ...), or start without --shrink-to",
+            )
         loop = self._loops
         self._loops += 1
         return self._run(loop, loader, until, epochs if until is not None or epochs is not None else 1)
@@ -350,28 +373,39 @@ class Session:
                 feed.close()
 
     def _each(self, feed: Feed | None, until: int | None, epochs: int | None) -> Iterator[Step]:
-        batch: Any = None
-        drawn = tried = -1
+        batches: list[Any] = [None]
+        drawn, part, tried = -1, 0, (-1, 0)
         while not self._exit_agreed and (until is None or self.step < until):
             number = self.step
-            if feed is not None and drawn != number:
-                self._rank.enter(Phase.LOADING)
-                try:
-                    batch = feed.draw(epochs)
-                except StopIteration:
+            if drawn != number:
+                batches = [None] if feed is None else self._draw(feed, epochs)
+                if not batches:
                     return
-                finally:
-                    if not self._rank.fenced:
-                        self._rank.enter(Phase.READY)
-                drawn = number
+                drawn, part = number, 0
             epoch, last = (0, False) if feed is None else (feed.epoch, feed.last_in_epoch)
-            step = Step(self._blocks, number, batch, epoch, last, again=tried == number)
-            tried = number
+            again = tried == (number, part)
+            step = Step(self._blocks, number, batches[part], epoch, last, again, part, len(batches))
+            tried = (number, part)
             yield step
+            part = part + 1 if step.shared else 0
             if not step.entered:
                 raise StepError(
                     f"step {number} was not entered", hint="for step in s.steps(...): with step as batch: ..."
                 )
+
+    def _draw(self, feed: Feed, epochs: int | None) -> list[Any]:
+        """The batches of the next step, one for each rank whose work this one does; none at the end of the data."""
+        batches: list[Any] = []
+        self._rank.enter(Phase.LOADING)
+        try:
+            while len(batches) < self._parts and not (batches and feed.last_in_epoch):
+                batches.append(feed.draw(epochs))
+        except StopIteration:
+            pass  # the end of the last epoch: its last step has fewer parts, or there is no step
+        finally:
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+        return batches
 
     # ------------------------------------------------------------------ a block's questions
 
@@ -442,6 +476,7 @@ class Session:
             "step": self._rank.step,
             "seed": self._settings.seed,
             "world": self._adapter.world_size,
+            "parts": self._parts,
             "place": dict(self._place),
         }
         return {**collected.values, "session": session}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.adapters.base import Adapter, Hooks
+from holdfast.adapters.base import Adapter, Hooks, TakesParts
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
@@ -52,16 +52,29 @@ class Step:
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
         again: True when this process has tried it before: what the loop does before the block is done already.
+        part, parts: with fewer ranks than the job began with, a step has several blocks, each with a batch of its own;
+            only the last one can be committed.
     """
 
     def __init__(
-        self, blocks: Blocks, number: int, batch: Any, epoch: int, last_in_epoch: bool, again: bool = False
+        self,
+        blocks: Blocks,
+        number: int,
+        batch: Any,
+        epoch: int,
+        last_in_epoch: bool,
+        again: bool = False,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         self.number = number
         self.committed = False
         self.epoch = epoch
         self.last_in_epoch = last_in_epoch
         self.again = again
+        self.part = part
+        self.parts = parts
+        self.shared = False  # a part that is not the last one ended in order
         self.entered = False
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
@@ -150,6 +163,8 @@ class Blocks:
             self._rank.join()
         while True:
             # Copy first: from the moment the machine says COMPUTE, a fault is answered from these copies.
+            if isinstance(self._adapter, TakesParts):
+                self._adapter.share(step.part, step.parts)
             self._adapter.begin(step.number)
             if self._rank.begin():
                 break
@@ -211,6 +226,9 @@ class Blocks:
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             raise StepAborted("rehearsal")
+        if step.part + 1 < step.parts:
+            step.shared = not adapter.poisoned
+            raise StepAborted("a part of a step")
         computed_ns = time.monotonic_ns()
         adapter.prepare_vote()
         rank.computed(computed_ns)
@@ -306,6 +324,9 @@ class Blocks:
         self._current = None
         if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():
             return
+        if step.shared and not adapter.poisoned and rank.retry_now():
+            return
+        step.shared = False
         rank.repeated()
         rank.await_resume()
 

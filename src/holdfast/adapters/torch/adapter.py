@@ -21,6 +21,7 @@ from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.heal import heal, heal_scaler, rebuild_buckets, rehearsals_needed
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
+from holdfast.adapters.torch.parts import Parts
 from holdfast.adapters.torch.rng import reseed, reseed_generators
 from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
@@ -67,6 +68,7 @@ class TorchAdapter:
         self._ddp = data_parallel(model)
         self._sync = BufferSync(self.state.names, self._ddp, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
+        self._parts = Parts(self.state.names.parameters)
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._foreign: dict[int, bool] = {}
         self._handles: list[Any] = []
@@ -114,6 +116,7 @@ class TorchAdapter:
         self._hooks = None
         self._fabric.on_collective(None)
         self._sync.close()
+        self._parts.close()
 
     def is_fault(self, error: BaseException) -> bool:
         """False: a broken collective of ours has poisoned the process, which says it already."""
@@ -229,8 +232,13 @@ class TorchAdapter:
         """Seed and copy."""
         self._backward_seen = False
         self._snapshot.take()
-        reseed(self._seed, self.rank, step)
-        reseed_generators(self.state.generators, self._seed, self.rank, step)
+        worker = self.rank + self.world_size * self._parts.part  # whose work it is when all ranks are there
+        reseed(self._seed, worker, step)
+        reseed_generators(self.state.generators, self._seed, worker, step)
+
+    def share(self, part: int, parts: int) -> None:
+        """The block that begins next is a part of its step (``adapters.base.TakesParts``)."""
+        self._parts.begin(part, parts)
 
     def shield(self) -> None:
         """Broken collectives complete on local data."""
@@ -242,6 +250,7 @@ class TorchAdapter:
 
     def prepare_vote(self) -> None:
         """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
+        self._parts.check()
         self._fabric.note_wait()
         self._sync.run()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -264,6 +273,7 @@ class TorchAdapter:
 
     def release(self) -> None:
         """Collectives are as outside of a step."""
+        self._parts.end()
         self._updating = False
         self._fabric.seal_updates(False)
         self._fabric.shield(False)

@@ -1,0 +1,114 @@
+"""A step in parts: a job that lost nodes goes on with fewer ranks and the same batch per step.
+
+Theory. A rank that does the work of ``parts`` ranks runs the block of a step once per part, each time with the next
+batch. All blocks but the last one are left where they would vote, and put back like an aborted step; only their
+gradients are kept. What the optimizer gets in the last one must be the mean over all parts. So each ``backward`` of a
+part starts from 1 / parts instead of 1, and the first one of the last part adds what the parts before have left: from
+there on user code (unscaling, clipping, its own norm) sees the gradient of the whole batch. Wrappers that divide by the
+number of ranks and sum go on doing so, within each part; what is added is the same on all ranks that share a gradient,
+and stays what it is under a mean over them.
+
+The sum is the same as before up to the order of additions. Random numbers of a part are those of the rank whose work
+it is. Running statistics (BatchNorm) see the last part only.
+
+Invariants:
+1. ``begin(part)`` with ``part > 0`` means that the part before has ended in order: its gradients count from then on.
+2. A step whose parts were not added up is never voted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import UnsupportedError
+
+
+class Parts:
+    """Adds up the gradients of one step.
+
+    Args:
+        parameters: of the model, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.part = 0
+        self._parts = 1
+        self._parameters = parameters
+        self._sums: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}  # of the part that is under way
+        self._added = False
+        self._active = False
+        self._original: Callable[..., None] | None = None
+
+    def begin(self, part: int, parts: int) -> None:
+        """The block of one part begins."""
+        if self._original is None:
+            self._original = torch.autograd.backward
+            torch.autograd.backward = self._backward
+        if part == 0:
+            self._sums = {}
+        for name, gradient in self._last.items() if part else ():
+            known = self._sums.get(name)
+            self._sums[name] = gradient if known is None else known.add_(gradient)
+        self.part, self._parts = part, parts
+        self._last = {}
+        self._added = False
+        self._active = parts > 1
+
+    def end(self) -> None:
+        """The block is left: what is differentiated from here on is nobody's part."""
+        self._active = False
+
+    def check(self) -> None:
+        """Before the vote.
+
+        Raises:
+            UnsupportedError: the block computed its gradients in a way that cannot be taken in parts.
+        """
+        if self._active and self._sums and not self._added:
+            raise UnsupportedError(
+                "the gradients of this step were not computed by backward(): it cannot be run in parts by fewer ranks",
+                hint="start without --shrink-to",
+            )
+
+    def close(self) -> None:
+        """Give ``torch.autograd.backward`` back."""
+        if self._original is not None:
+            torch.autograd.backward = self._original
+            self._original = None
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        assert self._original is not None
+        if not self._active:
+            self._original(tensors, grad_tensors, *args, **kwargs)
+            return
+        self._original(tensors, self._roots(tensors, grad_tensors, kwargs), *args, **kwargs)
+        if self.part + 1 < self._parts:
+            # Of several backwards of a part (accumulation) the newest has everything.
+            self._last = {n: p.grad.clone() for n, p in self._parameters.items() if p.grad is not None}
+        elif not self._added:
+            self._added = True
+            self._add()
+
+    def _roots(self, tensors: Any, grad_tensors: Any, kwargs: Mapping[str, Any]) -> Any:
+        if grad_tensors is not None or kwargs.get("grad_variables") is not None:
+            raise UnsupportedError(
+                "backward() with a gradient of its own cannot be run in parts by fewer ranks (a pipeline does this)",
+                hint="start without --shrink-to",
+            )
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not all(isinstance(root, Tensor) and root.numel() == 1 for root in roots):
+            return None  # torch says what is wrong with it
+        return [torch.full_like(root, 1.0 / self._parts) for root in roots]
+
+    def _add(self) -> None:
+        for name, gradient in self._sums.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad.add_(gradient)
