@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix soak soak-hang soak-store chaos partitions bench clean
+.PHONY: help venv drill test check frameworks matrix flips soak soak-hang soak-store chaos partitions bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -40,6 +40,9 @@ frameworks:  ## tests with Hugging Face, Lightning, Megatron, MindSpore, ...: ea
 
 matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes)
 	$(VENV)/bin/python -m holdfast.drill.matrix
+
+flips: venv  ## bits flipped in weights and optimizer state of live ranks, 2 to 6 holders (3 minutes)
+	HOLDFAST_FLIPS=1 $(VENV)/bin/python -m pytest tests/drill/test_flips.py
 
 soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
 	$(VENV)/bin/python -m holdfast.drill.matrix --soak 50

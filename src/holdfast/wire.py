@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from holdfast.core import messages as m
+from holdfast.core import sightings as o
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
 
@@ -30,6 +31,7 @@ WireMessage = (
     | m.SessionOpened
     | m.LayoutPublished
     | m.FaultSeen
+    | o.CopiesDiffer
     | m.WorkerFailed
     | m.Settled
     | m.SaveReported
@@ -54,11 +56,11 @@ WireMessage = (
     | m.MemberExited
     | m.StartMembers
     | m.KillMember
-    | m.Stalled
-    | m.Moved
-    | m.Gather
-    | m.Evidence
-    | m.Paced
+    | o.Stalled
+    | o.Moved
+    | o.Gather
+    | o.Evidence
+    | o.Paced
     | m.EndRun
     | m.ExitRun
     | m.StopRun

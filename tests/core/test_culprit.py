@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.core.culprit import blame
 from holdfast.core.ids import MemberId
-from holdfast.core.messages import RankEvidence
+from holdfast.core.sightings import RankEvidence
 
 
 def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:

@@ -10,23 +10,17 @@ from holdfast.core.ids import NodeId
 from holdfast.core.messages import (
     AgentHello,
     CancelTimer,
-    Evidence,
     Fence,
-    Gather,
     KillMember,
     MemberStarted,
-    Moved,
-    Pace,
-    Paced,
-    RankEvidence,
     Resume,
     SetTimer,
     Settle,
-    Stalled,
     StepReached,
     Tick,
     WorkerHello,
 )
+from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
 from tests.core.test_controller import NODE, Job
 
 

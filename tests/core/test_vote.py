@@ -34,6 +34,7 @@ def test_one_flag_is_everyones() -> None:
         ([Ballot(step=3)] * 3 + [Ballot(step=3, unsound=True)], 4, "1 of 4 ranks saw a collective break"),
         ([Ballot(step=3)] * 3 + [Ballot(step=4)], 4, "different steps"),
         ([Ballot(step=3)], 2, "1 of 2"),
+        ([Ballot(step=3), Ballot(step=3, between=True)], 2, "different steps"),
     ],
 )
 def test_everything_else_is_refused_with_its_reason(
@@ -46,7 +47,7 @@ def test_everything_else_is_refused_with_its_reason(
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=64))
 def test_steps_agree_exactly_when_they_are_equal(steps: list[int]) -> None:
     passed = tally(*(Ballot(step=s) for s in steps)).passed
-    assert passed == (len({s % STEP_MODULUS for s in steps}) == 1)
+    assert passed == (len({2 * s % STEP_MODULUS for s in steps}) == 1)
 
 
 def test_the_largest_sum_fits_int64() -> None:
@@ -57,3 +58,30 @@ def test_the_largest_sum_fits_int64() -> None:
 def test_a_vector_of_another_length_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match=f"expected {VECTOR_LENGTH}"):
         Tally.read([1, 0], 1)
+
+
+FACTORS = (-3, 1, 1, 1)  # of four holders of one copy
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 3), st.integers(1, 2**64 - 1))
+def test_equal_copies_cancel_out_and_one_that_differs_does_not(digest: int, odd: int, change: int) -> None:
+    equal = [Ballot(step=5, plan=9, digest=f * digest) for f in FACTORS]
+    assert tally(*equal) == Tally(passed=True, compared=True)
+    other = (digest + change) % 2**64
+    differs = [
+        Ballot(step=5, plan=9, digest=f * (other if r == odd else digest)) for r, f in enumerate(FACTORS)
+    ]
+    found = tally(*differs)
+    # Three times a difference may be a multiple of 2**64 for no difference below 2**64: 3 is odd.
+    assert found.differ and not found.passed and "copies of the state differ" in found.reason
+
+
+def test_digests_of_different_plans_are_not_compared() -> None:
+    votes = [Ballot(step=5, plan=plan, digest=17) for plan in (9, 9, 0)]
+    assert tally(*votes) == Tally(passed=True)
+    assert tally(*[Ballot(step=5, digest=17)] * 3) == Tally(passed=True)
+
+
+def test_a_broken_collective_is_told_before_a_difference() -> None:
+    found = tally(Ballot(step=5, plan=9, digest=1), Ballot(step=5, plan=9, digest=1, unsound=True))
+    assert not found.passed and not found.differ

@@ -6,7 +6,7 @@ how to copy state, how to break collectives, where the optimizer can be hooked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.adapters.values import Plain
@@ -156,6 +156,17 @@ class TakesParts(Protocol):
 
     def share(self, part: int, parts: int) -> None:
         """The block that begins next is part ``part`` of ``parts`` of its step; the part before has ended in order."""
+
+
+@runtime_checkable
+class ComparesCopies(Protocol):
+    """What an adapter may also be: one whose ranks hold bit-identical copies of what they hold in common."""
+
+    def compares(self, fqn: str) -> bool:
+        """False for a tensor that may lawfully differ between ranks that hold the same box."""
+
+    def digest(self, collected: Collected, parts: Sequence[tuple[str, Box, int, int]]) -> int:
+        """64-bit digest of parts of the state: (name, box, first byte, byte after the last), in this order."""
 
 
 @runtime_checkable

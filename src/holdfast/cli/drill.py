@@ -36,8 +36,8 @@ DEFAULT_STEPS = 40
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @click.option("--fault", "faults", multiple=True, metavar="FAULT",
-              help="kill|exception|exit:rank=R|random@step=N|every=N[,phase=P]; repeatable. Phases: forward, "
-              "backward, vote, update, commit, save, random. Default: a random kill.")  # fmt: skip
+              help="kill|exception|exit:rank=R|random@step=N|every=N[,phase=P], or flip:rank=R@step=N[,of=optimizer]; "
+              "repeatable. Phases: forward, backward, vote, update, commit, save, random. Default: kill.")  # fmt: skip
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="Workers.")
 @click.option("--size", type=click.Choice(["tiny", "small", "10m"]), default="10m", show_default=True,
               help="Model of the built-in training.")  # fmt: skip
@@ -108,6 +108,8 @@ def show(verdict: Verdict) -> None:
     console.print()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("steps lost", str(verdict.steps_lost))
+    if verdict.steps_redone:
+        table.add_row("", f"{verdict.steps_redone} computed again from a state that was compared")
     same = "identical" if verdict.identical else "DIFFERENT"
     table.add_row("weights", f"{same}  {verdict.digest} undisturbed")
     table.add_row("", f"{' ' * len(same)}  {verdict.digest_disturbed or 'none'} disturbed")
@@ -139,6 +141,8 @@ def headline(fault: FaultReport) -> str:
         "gil": f"GIL held for ever in {ranks}",
         "deadlock": f"message that never comes, in {ranks}",
         "loader": f"stuck data loader of {ranks}",
+        "flip": f"one bit of a weight of {ranks} flipped",
+        "flip-optimizer": f"one bit of the optimizer's state of {ranks} flipped",
     }
     return f"{words[fault.kind]} at step {fault.step}, phase {fault.phase}"
 

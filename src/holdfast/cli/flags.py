@@ -129,6 +129,8 @@ FLAGS: tuple[Flag, ...] = (
     _own("--hang-floor", "number", "seconds without progress that are never a hang", 1.5),
     _own("--hang-start", "number", "seconds without progress that are a hang before the first step; what announces "
          "nothing between steps gets a third, a new section twice as much", 1800.0),
+    _own("--verify-every", "whole", "steps within which all copies of the state are compared between ranks; 0: never",
+         50),
     _own("--replace-slower-than", "number", "replace a rank whose steps take so many times as long as the others' "
          "(waiting left out); 0: only report it", 0.0),
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),

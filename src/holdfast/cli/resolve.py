@@ -70,8 +70,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     target = _target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
     run_id = _run_id(values["run_id"], script)
-    if nodes.several:
-        run_id = f"{run_id}-{nodes.node}"
+    run_id = f"{run_id}-{nodes.node}" if nodes.several else run_id
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
     settings = RunSettings(
@@ -101,6 +100,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         hang_factor=_at_least(values, "hang_factor", 0.0),
         hang_floor_s=_at_least(values, "hang_floor", 0.1),
         hang_start_s=_at_least(values, "hang_start", 1.0),
+        verify_every=int(_at_least(values, "verify_every", 0)),
         replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_grace_s(values, given),

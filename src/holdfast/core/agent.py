@@ -33,14 +33,12 @@ from holdfast.core.messages import (
     ControllerGone,
     ControllerHere,
     EndRun,
-    Evidence,
     ExitAgreed,
     ExitAsked,
     ExitRun,
     FaultSeen,
     Finish,
     Finished,
-    Gather,
     JoinAsked,
     Joined,
     KillMember,
@@ -50,8 +48,6 @@ from holdfast.core.messages import (
     MemberSeen,
     MemberStarted,
     Message,
-    Moved,
-    Paced,
     RankState,
     Record,
     RestartController,
@@ -60,7 +56,6 @@ from holdfast.core.messages import (
     SessionOpened,
     SetTimer,
     Settled,
-    Stalled,
     StartMembers,
     StateOffered,
     StepReached,
@@ -69,6 +64,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Moved, Paced, Stalled
 from holdfast.exits import Exit
 
 REMEMBERED = (
@@ -78,6 +74,7 @@ REMEMBERED = (
     WorkerFailed,
     StepReached,
     FaultSeen,
+    CopiesDiffer,
     Settled,
     SaveReported,
     Finished,

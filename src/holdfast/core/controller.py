@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from holdfast.core.config import Config
+from holdfast.core.corruption import Corruption
 from holdfast.core.ending import Ending
 from holdfast.core.fleet import Fleet
 from holdfast.core.hang import Hangs
@@ -30,7 +31,6 @@ from holdfast.core.messages import (
     AgentHello,
     Catalogued,
     Command,
-    Evidence,
     ExitAgreed,
     ExitAsked,
     ExitRun,
@@ -42,12 +42,9 @@ from holdfast.core.messages import (
     MemberExited,
     MemberStarted,
     Message,
-    Moved,
-    Paced,
     SaveReported,
     SessionOpened,
     Settled,
-    Stalled,
     StateOffered,
     StepReached,
     StopRun,
@@ -58,6 +55,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
+from holdfast.core.sightings import CopiesDiffer, Evidence, Moved, Paced, Stalled
 
 
 class Controller:
@@ -69,6 +67,7 @@ class Controller:
         self.ending = Ending(self.job)
         self.fleet = Fleet(self.job, self.recovery, self.ending, past)
         self.hangs = Hangs(self.job, self.recovery)
+        self.corruption = Corruption(self.job, self.recovery)
 
     def start(self, now: float) -> list[Command]:
         """The first commands, before any event."""
@@ -155,6 +154,8 @@ class Controller:
             case Finished():
                 self.ending.finished(member, event)
                 self._settle_down(now)
+            case CopiesDiffer():
+                self.corruption.differ(now, member, event)
             case SaveReported():
                 self._save_reported(now, member, event)
             case Settled() | FaultSeen() | StepReached() | StateOffered() | JoinAsked() | Joined() if (
@@ -257,5 +258,5 @@ class Controller:
     def _tick(self, now: float, name: str) -> None:
         if name == "exit":
             self.ending.deadline()
-        elif not (self.fleet.tick(now, name) or self.hangs.tick(now, name)):
+        elif not any(part.tick(now, name) for part in (self.fleet, self.hangs, self.corruption)):
             self.recovery.tick(now, name)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.messages import RankEvidence
+from holdfast.core.sightings import RankEvidence
 
 Confidence = Literal["certain", "likely", "unclear"]
 Answer = Literal["kill", "retry", "wait"]

@@ -16,7 +16,9 @@ from holdfast.core.membership import Member
 from holdfast.core.policy import Failure
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
-FaultKind = Literal["signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller"]
+FaultKind = Literal[
+    "signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller", "corruption"
+]
 
 
 class Fault(msgspec.Struct, kw_only=True):

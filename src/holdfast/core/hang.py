@@ -19,8 +19,8 @@ from holdfast.core.culprit import PLACE, Blame, blame, where
 from holdfast.core.fault import Fault
 from holdfast.core.ids import NodeId
 from holdfast.core.job import Field, Job
-from holdfast.core.messages import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
 from holdfast.core.recovery import Recovery
+from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out

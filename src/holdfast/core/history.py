@@ -45,6 +45,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""  # where the sessions save
     exit_source: str = ""
     released: bool = False
+    unequal: str = ""  # copies of the state differed, and the workers have not started again since
     answered: tuple[Answered, ...] = ()
 
     @staticmethod
@@ -97,6 +98,7 @@ def _started(past: Past, data: Data) -> Changes:
     return seated | {
         "attempts": _int(data, "attempt") + 1,
         "opened": False,
+        "unequal": "",
         "released": False,
     }
 
@@ -146,6 +148,7 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "verdict": _verdict,
     "session_opened": _opened,
     "sealed": _sealed,
+    "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
     "exit_cancelled": lambda past, data: {"exit_source": ""} if data["done"] else {},
     "finished": lambda past, data: {"released": True},

@@ -74,6 +74,7 @@ class Job:
         self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
         self.exit_source = past.exit_source
+        self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
         self.released = past.released
         self.ended = False
         self._resume = ""

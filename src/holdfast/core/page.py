@@ -85,6 +85,8 @@ class TrapAction(IntEnum):
     GIL = 5  # block in C for ever, the GIL held
     DEADLOCK = 6  # start a collective that no other rank starts
     WAIT = 7  # block for ever in an ordinary wait (a stuck loader)
+    FLIP = 8  # flip one bit of a weight
+    FLIP_STATE = 9  # flip one bit of the optimizer's state
 
 
 def pack_state(step: int, phase: Phase) -> int:

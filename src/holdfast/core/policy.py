@@ -50,6 +50,13 @@ HANG = "Hang"
 """``Failure.kind`` of a process that was killed because its own code did not go on."""
 
 
+CORRUPTION = "CopiesDiffer"
+"""``Failure.kind`` of a rank whose copy of the state differs from those of others."""
+
+
+_WHAT = {HANG: "hang", CORRUPTION: "difference between copies of the state"}
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An exception of user code, or a hang in it, that caused a fault (not one that a lost peer caused)."""
 
@@ -82,6 +89,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     unreplaceable: str  # why the lost ranks cannot be replaced beside the living; empty: they can
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
     checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
+    unequal: str = ""  # why no state of the living is trusted; empty: it is
     failures: tuple[Failure, ...] = ()
     room: str = ""  # more ranks can run than do
 
@@ -152,6 +160,12 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
             reason=f"no last-gasp of step {situation.step}: {situation.uncovered}",
             evidence=_failure_lines(situation),
         )
+    if situation.unequal:
+        return Verdict(
+            action="restart_fresh",
+            reason=f"{situation.unequal}, and nothing was saved since the start: all of it is computed again",
+            evidence=_failure_lines(situation),
+        )
     return Verdict(
         action="stop_nothing_to_resume",
         reason=f"step {situation.step} has no living holder and no checkpoint was sealed",
@@ -163,7 +177,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
     for failure in situation.failures:
         error = f"{failure.kind}: {failure.what}"
         where = f"rank {failure.rank} at step {failure.step}: {error}"
-        what = "hang" if failure.kind == HANG else "exception"
+        what = _WHAT.get(failure.kind, "exception")
         if failure.user_error:
             return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:

@@ -478,6 +478,7 @@ class Recovery:
         self._in_place = False
         self._all_opened = False
         self._reports = {}
+        self.job.unequal = ""
         self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no nodes")

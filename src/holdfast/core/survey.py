@@ -21,7 +21,7 @@ CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 """Exceptions that a lost peer causes: never themselves the reason of a fault."""
 
 
-OWN_DOING = frozenset({"exception", "hang", "silent"})
+OWN_DOING = frozenset({"exception", "hang", "silent", "corruption"})
 """Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
 
 
@@ -56,12 +56,16 @@ class Survey:
             base_step=job.base_step,
             session=job.session,
             all_alive=all(m.alive for m in members),
-            all_sound=decided.step is not None and decided.sound and len(finished) in (0, len(members)),
+            all_sound=decided.step is not None
+            and decided.sound
+            and len(finished) in (0, len(members))
+            and not job.unequal,
             uncovered=self._why_uncovered(decided),
             checkpoint_known=job.sealed_step >= 0
             or job.base_step > 0
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
             unreplaceable=self._why_unreplaceable(decided, answers),
+            unequal=job.unequal,
             failures=_failures(faults),
             room=f"there is room for {job.room()} ranks, {job.world_size} run"
             if job.room() > job.world_size
@@ -71,6 +75,8 @@ class Survey:
     def _why_uncovered(self, decided: Decided) -> str:
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)
+        if job.unequal:
+            return job.unequal
         if not job.root:
             return "no session has told where to save"
         if not sources:
@@ -81,6 +87,8 @@ class Survey:
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
     def _why_unreplaceable(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+        if self.job.unequal:
+            return self.job.unequal
         away = [rank for rank, report in answers.items() if report.away]
         if away:
             return f"rank {min(away)} is not inside its loop"

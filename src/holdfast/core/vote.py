@@ -4,11 +4,18 @@ Theory. One int64 SUM all-reduce carries everything that the job must agree on. 
 so the step number travels as (s, s^2): by Cauchy-Schwarz ``n * sum(s^2) == (sum s)^2`` holds exactly when all
 n values are equal. All who see the reduction complete see the same sum, so they read the same tally.
 
+Copies of the state are compared by one more word, whatever their number: each holder of a copy adds the digest
+of it with a factor, and the factors of all holders of one copy add up to zero (``store/copies.py``). So the word
+is zero modulo 2**64 when all copies are equal, and with a probability of 2**-64 otherwise. It counts only when
+all ranks compare by the same plan.
+
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, said its collectives were sound, and was
    at the
    same step.
-2. The sum cannot overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits.
+2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits.
+   The word of the digests wraps on purpose.
+3. A vote that saw copies differ has not passed.
 """
 
 from __future__ import annotations
@@ -19,7 +26,11 @@ from holdfast.errors import InternalError
 
 STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
-FIELDS = ("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "step", "step_squared")
+DIGEST_MODULUS = 1 << 64
+FIELDS = (
+    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite"),
+    *("step", "step_squared", "plan", "plan_squared", "digest"),
+)
 VECTOR_LENGTH = len(FIELDS)
 
 
@@ -33,12 +44,21 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False  # its policy says that a periodic one is due after this step
     busy: bool = False  # its save before is still being written: another one now would hold up the step
     nonfinite: bool = False  # its gradients hold inf or nan
+    plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
+    digest: int = 0  # of its copies times its factors, any integer
+    between: bool = (
+        False  # no vote of a step, but one between ``step`` - 1 and ``step``: compare the copies only
+    )
 
     def encode(self) -> list[int]:
         """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
-        residue = self.step % STEP_MODULUS
+        residue = (2 * self.step + self.between) % STEP_MODULUS
         flags = (self.unsound, self.exit, self.save, self.due, self.busy, self.nonfinite)
-        return [1, *(int(flag) for flag in flags), residue, residue * residue]
+        digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
+        return [
+            *(1, *(int(flag) for flag in flags), residue, residue * residue),
+            *(self.plan, self.plan * self.plan, digest),
+        ]
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +71,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False
     busy: bool = False
     nonfinite: bool = False
+    compared: bool = False  # all ranks have compared their copies, and all are equal
+    differ: bool = False  # copies of the state differ
     reason: str = ""
 
     @staticmethod
@@ -62,13 +84,24 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, due, busy, nonfinite, total, squares = vector
+        count, unsound, leave, save, due, busy, nonfinite, total, squares, plan, plans_squared, digest = (
+            vector
+        )
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {world_size} ranks voted")
         if unsound != 0:
             return Tally(passed=False, reason=f"{unsound} of {world_size} ranks saw a collective break")
         if world_size * squares != total * total:
             return Tally(passed=False, reason="the ranks are at different steps")
+        compared = plan > 0 and world_size * plans_squared == plan * plan
+        if compared and digest % DIGEST_MODULUS != 0:
+            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         return Tally(
-            passed=True, exit=leave > 0, save=save > 0, due=due > 0, busy=busy > 0, nonfinite=nonfinite > 0
+            passed=True,
+            exit=leave > 0,
+            save=save > 0,
+            due=due > 0,
+            busy=busy > 0,
+            nonfinite=nonfinite > 0,
+            compared=compared,
         )

@@ -2,12 +2,14 @@
 
     KIND:rank=R@step=N[,phase=P]        one fault
     KIND:rank=R@every=N[,phase=P]       one after every N steps
+    flip:rank=R@step=N[,of=optimizer]   one bit of a weight (or of the optimizer's state) changes
 
 KIND is ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script) or ``exit``
 (``os._exit(1)``); or a hang: ``stop`` (SIGSTOP from outside), ``loop`` (an endless loop in Python), ``gil`` (C code
 that never gives the GIL back), ``deadlock`` (a message that no other rank sends is waited for; drill model only) or
-``loader`` (the data loader never yields). R is a rank, ``random``, or several joined by ``+`` (hit at once). P is a
-phase of the step, or ``random``. A kill or stop without a phase comes at a random moment of the step, whatever the
+``loader`` (the data loader never yields); or ``flip``: a bit in the memory of a rank that lives on (drill model only).
+R is a rank, ``random``, or several joined by ``+`` (hit at once). P is a phase of the step, or ``random``.
+A kill or stop without a phase comes at a random moment of the step, whatever the
 worker does then.
 """
 
@@ -22,10 +24,12 @@ from holdfast.errors import UsageError
 
 Death = Literal["kill", "exception", "exit"]
 Hang = Literal["stop", "loop", "gil", "deadlock", "loader"]
-Kind = Death | Hang
+Flip = Literal["flip", "flip-optimizer"]
+Kind = Death | Hang | Flip
 DEATHS: tuple[Death, ...] = get_args(Death)
 HANGS: tuple[Hang, ...] = get_args(Hang)
-KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS)
+FLIPS: tuple[Flip, ...] = get_args(Flip)
+KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS, *FLIPS)
 FROM_OUTSIDE = ("kill", "stop")
 PHASES = ("forward", "backward", "vote", "update", "commit", "save")
 STEP_PHASES = PHASES[:-1]
@@ -77,9 +81,13 @@ def parse_fault(text: str) -> FaultSpec:
     fields: dict[str, str] = {}
     for part in rest.replace("@", ",").split(","):
         key, equals, value = part.partition("=")
-        if not equals or key not in ("rank", "step", "every", "phase") or key in fields:
+        if not equals or key not in ("rank", "step", "every", "phase", "of") or key in fields:
             raise _wrong(text, f"cannot read {part!r}: rank=, step= or every=, phase=, each once")
         fields[key] = value
+    if "of" in fields:
+        if kind != "flip" or fields["of"] not in ("weights", "optimizer"):
+            raise _wrong(text, f"of={fields['of']}: a flip is of=weights or of=optimizer")
+        kind = "flip-optimizer" if fields["of"] == "optimizer" else "flip"
     if ("step" in fields) == ("every" in fields):
         raise _wrong(text, "needs step=N or every=N")
     every = "every" in fields
@@ -89,8 +97,8 @@ def parse_fault(text: str) -> FaultSpec:
     ranks = _ranks(text, fields.get("rank", "random"))
     if len(ranks) > 1 and kind not in FROM_OUTSIDE:
         raise _wrong(text, "several ranks can only be killed or stopped")
-    if kind == "loader" and phase:
-        raise _wrong(text, "a loader has no phase of the step")
+    if kind in ("loader", *FLIPS) and phase:
+        raise _wrong(text, f"a {kind} has no phase of the step")
     step = _whole(text, fields["every" if every else "step"])
     if every and step == 0:
         raise _wrong(text, "every=0")
@@ -122,7 +130,7 @@ def _phase(spec: FaultSpec, draw: random.Random) -> str:
         return "loading"
     if spec.phase in PHASES:
         return spec.phase
-    if spec.kind == "deadlock":
+    if spec.kind in ("deadlock", *FLIPS):
         return "forward"
     if spec.phase == "random" or spec.kind not in FROM_OUTSIDE:
         return draw.choice(STEP_PHASES)

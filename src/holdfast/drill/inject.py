@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.grammar import DOUBT, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
+from holdfast.drill.grammar import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
 from holdfast.drill.watch import GONE, Run, Seen, alive
 from holdfast.runtime.page import Page
 
@@ -46,6 +46,8 @@ ACTIONS: dict[Kind, TrapAction] = {
     "gil": TrapAction.GIL,
     "deadlock": TrapAction.DEADLOCK,
     "loader": TrapAction.WAIT,
+    "flip": TrapAction.FLIP,
+    "flip-optimizer": TrapAction.FLIP_STATE,
 }
 SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
 """What is sent from here; SIGKILL where nothing else is said."""
@@ -141,7 +143,8 @@ class Injector:
                 at = self._strike(page, fault, victims)
                 if at is not None:
                     limit_s = HANG_S_MAX if fault.kind in HANGS else FREED_S_MAX
-                    freed_ns = self._freed(survivors, [seen.pid for seen in others], limit_s)
+                    pids = [seen.pid for seen in others]
+                    freed_ns = 0 if fault.kind in FLIPS else self._freed(survivors, pids, limit_s)
                     return self._report(number, fault, victims, page, *at, freed_ns)
         return None
 
@@ -232,7 +235,11 @@ class Injector:
         freed_ns: int,
     ) -> Injected:
         deadline_s = time.monotonic() + (HANG_S_MAX if fault.kind in HANGS else GONE_S_MAX)
-        while fault.kind != "exception" and alive(victims[0].pid) and time.monotonic() < deadline_s:
+        while (
+            fault.kind not in ("exception", *FLIPS)
+            and alive(victims[0].pid)
+            and time.monotonic() < deadline_s
+        ):
             if fault.kind in HANGS and self._resumed(moment_ns / 1e9):
                 break  # freed, and not killed
             time.sleep(POLL_S)

@@ -28,6 +28,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from holdfast.core.page import TrapAction
 from holdfast.drill.corpus import load
 from holdfast.drill.model import SIZES, Gpt, Size
 from holdfast.runtime.client import Client
@@ -251,8 +252,23 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def offer_deadlock(rank: int, world_size: int) -> None:
-    """Let a drill's injector make this rank wait for a message that its neighbour never sends."""
+def offer_faults(parts: Parts, rank: int, world_size: int) -> None:
+    """Let a drill's injector do to this rank what only it can do to itself."""
     client = Client.current()
-    if client is not None and world_size > 1:
-        client.page.on_deadlock(lambda: dist.recv(torch.zeros(1), src=(rank + 1) % world_size))
+    if client is None or world_size == 1:
+        return
+    page = client.page
+    page.on_trap(TrapAction.DEADLOCK, lambda: dist.recv(torch.zeros(1), src=(rank + 1) % world_size))
+    page.on_trap(TrapAction.FLIP, lambda: flip_bit(parts.gpt.parameters()))
+    moments = (t for name, t in optimizer_tensors(parts.optimizer) if name.endswith("exp_avg_sq"))
+    page.on_trap(TrapAction.FLIP_STATE, lambda: flip_bit(moments))
+
+
+def flip_bit(tensors: Iterator[Tensor]) -> None:
+    """Change one bit, in place, of the first number that is not zero in this rank's part: the factor 2 or 1/2."""
+    for tensor in tensors:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+        nonzero = local.nonzero()
+        if len(nonzero):
+            local.view(torch.int32)[int(nonzero[0])] ^= 1 << 23
+            return

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
-from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
+from holdfast.drill.grammar import FLIPS, Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
 from holdfast.errors import UnsupportedError, UserError
@@ -29,14 +29,16 @@ class Exercise:
     results: bool
 
     @staticmethod
-    def builtin(*, nproc: int, size: str, layout: str, steps: int, save_every: int = 0) -> Exercise:
-        """The drill's own script."""
+    def builtin(
+        *, nproc: int, size: str, layout: str, steps: int, save_every: int = 0, flags: Sequence[str] = ()
+    ) -> Exercise:
+        """The drill's own script; ``flags`` of ``holdfast run``."""
         if layout == "hsdp" and (nproc < 4 or nproc % 2):
             raise UserError(f"--layout hsdp needs an even number of at least 4 workers, not {nproc}")
         arguments = ["--size", size, "--layout", layout, "--steps", str(steps)]
         if save_every:
             arguments += ["--save-every", str(save_every)]
-        return Exercise(("-m", MODULE, *arguments), nproc, results=True)
+        return Exercise((*flags, "-m", MODULE, *arguments), nproc, results=True)
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     identical: bool
     steps_lost: int
+    steps_redone: int  # after a flipped bit: nothing that was computed with it counts
     digest: str
     digest_disturbed: str
     steps: int
@@ -124,7 +127,8 @@ class Drill:
         counts = decisions(outcome.events)
         return Verdict(
             identical=bool(digest) and digest == self._digest,
-            steps_lost=sum(report.steps_lost for report in reports),
+            steps_lost=sum(r.steps_lost for r in reports if r.kind not in FLIPS),
+            steps_redone=sum(r.steps_lost for r in reports if r.kind in FLIPS),
             digest=self._digest,
             digest_disturbed=digest,
             steps=outcome.step,

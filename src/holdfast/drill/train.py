@@ -12,7 +12,7 @@ from holdfast.drill.parts import (
     accumulate,
     average_statistics,
     build,
-    offer_deadlock,
+    offer_faults,
     parse,
     place,
     result_of,
@@ -29,7 +29,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     parts = build(settings, rank, world_size)
     trace = Trace(settings.trace, rank)
-    offer_deadlock(rank, world_size)
+    offer_faults(parts, rank, world_size)
     loss = 0.0
     with holdfast.session(
         model=parts.network,

@@ -29,7 +29,6 @@ from holdfast.core.messages import (
     EndRun,
     ExitRun,
     Finish,
-    Gather,
     KillMember,
     KvReply,
     KvRequest,
@@ -46,6 +45,7 @@ from holdfast.core.messages import (
     WorkerHello,
 )
 from holdfast.core.page import Phase, Word
+from holdfast.core.sightings import Gather
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.journal import Journal

@@ -41,6 +41,7 @@ from holdfast.core.messages import (
     WorkerHello,
 )
 from holdfast.core.page import Word
+from holdfast.core.sightings import CopiesDiffer
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
@@ -52,7 +53,10 @@ QUEUE_LENGTH_MAX = 10_000
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
 KV_SLACK_S = 5.0
-_REPEATED = (SessionOpened, LayoutPublished, FaultSeen, Settled, SaveReported, StepReached, Finished)
+_REPEATED = (
+    *(SessionOpened, LayoutPublished, FaultSeen, CopiesDiffer),
+    *(Settled, SaveReported, StepReached, Finished),
+)
 
 KvOp = Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
 M = TypeVar("M", bound=Message)

@@ -51,7 +51,7 @@ class Page:
         self._map = mapping
         self._bytes = memoryview(mapping)
         self._words = self._bytes[:PAGE_SIZE_BYTES].cast("q")
-        self._deadlock: Callable[[], object] = lambda: None
+        self._actions: dict[TrapAction, Callable[[], object]] = {}
         self._sequence = max((header[0] for header in self._headers()), default=0)
 
     @staticmethod
@@ -139,8 +139,8 @@ class Page:
             pass
         if action is TrapAction.GIL:
             _hold_gil()
-        if action is TrapAction.DEADLOCK:
-            self._deadlock()
+        if action in self._actions:
+            self._actions[action]()
         if action is TrapAction.WAIT:
             threading.Event().wait()
         if action is TrapAction.RAISE:
@@ -160,9 +160,10 @@ class Page:
         name = section.encode()[:SECTION_SIZE_BYTES]
         self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
 
-    def on_deadlock(self, action: Callable[[], object]) -> None:
-        """What a drill's ``DEADLOCK`` trap does: start a collective that nobody else starts."""
-        self._deadlock = action
+    def on_trap(self, action: TrapAction, act: Callable[[], object]) -> None:
+        """What a trap of a drill does that only the training script can: start a collective that nobody else starts
+        (``DEADLOCK``), change its own memory (``FLIP``, ``FLIP_STATE``)."""
+        self._actions[action] = act
 
     def _slot(self, index: int) -> memoryview:
         start = PAGE_SIZE_BYTES + index * LOCAL_SLOT_BYTES

@@ -59,6 +59,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     hang_factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
     hang_floor_s: float = 1.5
     hang_start_s: float = 1800.0
+    verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
 
     framework: FrameworkName = "torch"  # what workers and zygote are made ready for

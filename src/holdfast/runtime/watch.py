@@ -10,9 +10,10 @@ from pathlib import Path
 
 from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.messages import Evidence, Gather, Message, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.messages import Message
 from holdfast.core.page import Flag, Word
 from holdfast.core.progress import Limits, Progress, Reading
+from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page

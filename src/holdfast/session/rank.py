@@ -38,6 +38,7 @@ from holdfast.core.messages import (
     StepReached,
 )
 from holdfast.core.page import Flag, Phase, Word
+from holdfast.core.sightings import CopiesDiffer, CopyDigest
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Tally
 from holdfast.errors import GroupError
@@ -134,6 +135,15 @@ class Rank:
                 what=what[:TEXT_LENGTH_MAX],
             )
         self.client.send(message)
+
+    def copies_differ(self, step: int, copies: tuple[CopyDigest, ...]) -> None:
+        """A vote said so: tell the controller what this rank holds."""
+        if self.client is not None:
+            self.client.send(
+                CopiesDiffer(
+                    member_id=self.member_id, generation=self.machine.generation, step=step, copies=copies
+                )
+            )
 
     def freed(self) -> None:
         """The main thread is out of its collective."""
@@ -307,7 +317,7 @@ class Rank:
         """The vote has completed here."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
-        if not tally.passed:
+        if not tally.passed and not tally.differ:  # of that the controller hears more
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
 
@@ -408,6 +418,12 @@ class Rank:
         with self.changed:
             self._answer()
             self._wait(lambda: False)
+
+    def await_fence(self) -> None:
+        """A vote between two steps broke: the controller has been told, and fences all."""
+        self.freed()
+        with self.changed:
+            self._wait(lambda: self.fenced)
 
     def await_leave(self) -> None:
         """User code outside of a step fell over the fault: stay a source of the last-gasp until told to leave.

@@ -24,10 +24,11 @@ from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import SaveId
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
-from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
+from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.session.handover import Giver
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
+from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import complete_layouts
 from holdfast.store.layout import Catalogue, RankLayout
@@ -64,6 +65,7 @@ class Saver:
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
         pace: hears what saves cost.
+        verifier: compares the copies of the state before any of it is written.
         copies: of everything that is saved beside training, on as many ranks as hold it.
     """
 
@@ -77,6 +79,7 @@ class Saver:
         values: Values,
         locals_: Locals,
         pace: Pace,
+        verifier: Verifier,
         *,
         copies: int = 1,
     ) -> None:
@@ -89,6 +92,7 @@ class Saver:
         self._values = values
         self._locals = locals_
         self._pace = pace
+        self._verifier = verifier
         self._copies = copies
         self._version = 0
         self._published = b""
@@ -194,6 +198,9 @@ class Saver:
         self._rank.enter(Phase.SAVE)
         try:
             return self._save(save_id, self.root, wait)
+        except PeerLost:
+            self._rank.await_fence()
+            return False
         except HoldfastError as error:
             if self._rank.fenced:
                 return False  # the others are gone: the decision that follows saves this step
@@ -207,9 +214,7 @@ class Saver:
 
     def _save(self, save_id: SaveId, root: Place, wait: bool) -> bool:
         started_s = time.perf_counter()
-        collected = self._adapter.collect()
-        self.publish(collected)
-        catalogue, made = self._plan()
+        collected, catalogue, made = self._verified()
         rank = self._adapter.rank
         values, own = self._values(collected), {rank: self._locals()}
         if not wait:
@@ -230,6 +235,33 @@ class Saver:
         self._done(save_id, written)
         self.saved_step = save_id.step
         return written.sealed or self._await_seal(root / save_id.directory())
+
+    def verify(self) -> bool:
+        """Compare the copies of the whole state with all ranks, once per step and generation; False: a peer is lost.
+
+        Does not return when they differ: all ranks start again from a state that was compared.
+        """
+        try:
+            if self._verifier.active:
+                self._verified()
+        except PeerLost:
+            self._rank.await_fence()
+            return False
+        return True
+
+    def _verified(self) -> tuple[Collected, Catalogue, Plan]:
+        """The state, when all its copies are equal, and how it is written."""
+        try:
+            collected = self._adapter.collect()
+            self.publish(collected)
+            catalogue, made = self._plan()
+        except HoldfastError:
+            self._verifier.agree(None)  # the others wait for this rank's word
+            raise
+        if not self._verifier.agree(collected):
+            self._rank.await_leave()
+            raise StateError(f"copies of the state of step {self._rank.step} differ between ranks")
+        return collected, catalogue, made
 
     def _await_seal(self, path: Place) -> bool:
         """The other ranks are writing their shares."""

@@ -35,6 +35,7 @@ from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
 from holdfast.session.step import Blocks, Step
+from holdfast.session.verify import Verifier
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place, absolute
 from holdfast.store.policy import save_policies
@@ -126,10 +127,11 @@ class Session:
         if self.root is None and client is not None and client.run_dir is not None and not library:
             self.root = RunDir(client.run_dir).checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        run, run_s = f"solo-{secrets.token_hex(4)}", 0.0
+        run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
             run, run_s = about.job_id, time.time() - about.created_at
+            verify_every = about.verify_every
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
         self._rank = Rank(
@@ -139,9 +141,10 @@ class Session:
             lambda: self._open_saver.resumed(),
         )
         self._rank.connect()
+        self._verifier = Verifier(self._rank, self._adapter, verify_every)
         self._saver = Saver(
             self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace,
-            copies=settings.copies,
+            self._verifier, copies=settings.copies,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
@@ -411,8 +414,11 @@ class Session:
 
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
         """What this rank says in the vote."""
+        plan, digest = self._verifier.slice(step)
         return Ballot(
             step=step,
+            plan=plan,
+            digest=digest,
             unsound=unsound,
             exit=bool(self._rank.exit_source),
             save=self._pace.asked,
@@ -420,6 +426,10 @@ class Session:
             busy=self._open_saver.busy,
             nonfinite=nonfinite,
         )
+
+    def differ(self, step: int) -> None:
+        """Copies of the state differ between ranks."""
+        self._verifier.tell(step)
 
     def before_ready(self) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
@@ -519,10 +529,15 @@ class Session:
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there."""
         rank, saver = self._rank, self._open_saver
-        if rank.fenced:
-            rank.await_resume()
         sealed = self._exit_sealed
-        if not self._exit_agreed and rank.step != saver.saved_step and rank.step > 0:
+        while True:
+            if rank.joining:
+                rank.join()
+            if rank.fenced:
+                rank.await_resume()
+            if self._exit_agreed or not rank.step or saver.verify():
+                break
+        if not self._exit_agreed and rank.step not in (0, saver.saved_step):
             sealed = saver.save("final", wait=True)
         rank.finish("exit" if self._exit_agreed else "done", sealed)
 

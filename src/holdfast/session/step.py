@@ -36,6 +36,9 @@ class Owner(Protocol):
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
         """What this rank says in the vote."""
 
+    def differ(self, step: int) -> None:
+        """The vote of ``step`` said that copies of the state differ: tell what this rank holds."""
+
     def before_ready(self) -> bytes | None:
         """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
 
@@ -246,6 +249,8 @@ class Blocks:
         else:
             state = rank.voted(tally)
             self._tally = tally
+            if tally.differ:
+                self._owner.differ(step.number)
         if state == "in_doubt" and not rank.await_decision():
             raise StepAborted("the step was not committed")
         if rank.state == "aborted":

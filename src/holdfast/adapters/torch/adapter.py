@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from holdfast.adapters.base import Hooks
 from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.fingerprint import Fingerprints
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.heal import heal, heal_scaler, rebuild_buckets, rehearsals_needed
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
@@ -28,7 +29,7 @@ from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError, UnsupportedError, UsageError
-from holdfast.store.layout import Catalogue
+from holdfast.store.layout import Box, Catalogue
 
 log = logging.getLogger("holdfast")
 
@@ -75,6 +76,7 @@ class TorchAdapter:
         self._hooks: Hooks | None = None
         self._backward_seen = False
         self._updating = False
+        self._prints: Fingerprints | None = None
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -201,6 +203,16 @@ class TorchAdapter:
     def state_size(self) -> int:
         """Number of optimizer state entries."""
         return self.state.size()
+
+    def compares(self, fqn: str) -> bool:
+        """Weights and optimizer state; buffers and the user's own state may differ between ranks."""
+        return fqn in self.state.names.parameters or fqn.startswith("optimizer.")
+
+    def digest(self, collected: Collected, parts: Sequence[tuple[str, Box, int, int]]) -> int:
+        """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
+        if self._prints is None or self._prints.state is not collected:
+            self._prints = Fingerprints(collected)
+        return self._prints.digest(parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Lock pages for copies from a GPU (``adapters.base.PinsMemory``); nothing to do where none is in use."""

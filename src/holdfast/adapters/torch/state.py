@@ -93,18 +93,19 @@ class Collected:
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """C-contiguous bytes of one box; shares memory with the state where it can."""
-        return byte_view(self._region(fqn, box))
+        return byte_view(self.region(fqn, box))
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
         """Begin to copy a part of one box (the store's ``DeviceSource``)."""
-        copy_bytes(self._region(fqn, box), start, stop, goal)
+        copy_bytes(self.region(fqn, box), start, stop, goal)
 
     def finish_copies(self) -> None:
         """Wait for the device."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 
-    def _region(self, fqn: str, box: Box) -> torch.Tensor:
+    def region(self, fqn: str, box: Box) -> torch.Tensor:
+        """The memory of one box; shares storage with the state."""
         part = self.parts(fqn).get(box)
         if part is None:
             raise InternalError(f"this rank does not hold {fqn}{box}")

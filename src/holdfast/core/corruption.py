@@ -1,0 +1,139 @@
+"""Copies of the state that differ: the digests of all holders first, then a name where there is a majority.
+
+Theory. A vote says that copies differ, not whose. So every rank tells the digests of what it holds, cut the same way
+everywhere. Of three or more holders the one that differs from a majority is wrong; of two, either may be. Who is wrong
+matters for the report and for the kill only: what a wrong weight did to the gradients has reached all ranks alike, so
+nothing that lives is trusted any more. The job goes back to a state that was compared, and computes again.
+
+Invariants:
+1. From the first report on, no state of the living is saved or given away, until all workers have started again.
+2. A rank is killed for it only when a majority of the holders of one place agrees against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from holdfast.core.fault import Fault
+from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.core.job import Job
+from holdfast.core.membership import Member
+from holdfast.core.policy import CORRUPTION, Failure
+from holdfast.core.recovery import Recovery
+from holdfast.core.sightings import CopiesDiffer, CopyDigest
+
+PLACES_MAX = 16
+
+
+class Suspects(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a wrong copy. ``certain``: a majority of the holders says so; else any of ``ranks`` may."""
+
+    ranks: tuple[int, ...]
+    certain: bool
+    places: tuple[str, ...]  # what differs, one line each
+
+
+def suspects(told: Mapping[int, tuple[CopyDigest, ...]]) -> Suspects:
+    """Compare what the ranks told, place by place."""
+    places: dict[tuple[tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
+    for rank, copies in sorted(told.items()):
+        for copy in copies:
+            places[copy.holders, copy.what][rank] = copy.digest
+    odd: set[int] = set()
+    either: set[int] = set()
+    lines = []
+    for (holders, what), digests in sorted(places.items()):
+        counts = Counter(digests.values())
+        if len(counts) < 2:
+            continue
+        digest, most = counts.most_common(1)[0]
+        wrong = {rank for rank, other in digests.items() if other != digest}
+        if 2 * most > len(holders):
+            odd |= wrong
+            lines.append(f"{what}: rank(s) {_text(wrong)} against {most} of {len(holders)} holders")
+        else:
+            either |= set(digests)
+            lines.append(
+                f"{what}: rank(s) {_text(set(digests))} differ, no majority of {len(holders)} holders"
+            )
+    ranks = odd or either
+    return Suspects(ranks=tuple(sorted(ranks)), certain=bool(odd), places=tuple(lines[:PLACES_MAX]))
+
+
+class Corruption:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job, recovery: Recovery) -> None:
+        self.job = job
+        self.recovery = recovery
+        self._generation: Generation = NO_GENERATION
+        self._told: dict[int, CopiesDiffer] = {}
+        self._judged = False
+
+    def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
+        """A rank tells its digests, because a vote said that copies differ."""
+        job = self.job
+        if event.generation != job.roster.generation:
+            return
+        if event.generation != self._generation:
+            self._generation, self._told, self._judged = event.generation, {}, False
+            job.unequal = f"copies of the state of step {event.step} differ between ranks"
+            job.record("copies_differ", step=event.step, rank=member.rank, reason=job.unequal)
+            job.timer("copies", job.config.fault_grace_s)
+        self._told[member.rank] = event
+        if all(m.rank in self._told for m in job.roster.living):
+            self._judge(now)
+
+    def tick(self, now: float, name: str) -> bool:
+        """This machine's timer; False when the name is another one."""
+        if name != "copies":
+            return False
+        self._judge(now)
+        return True
+
+    def _judge(self, now: float) -> None:
+        job = self.job
+        if self._judged:
+            return
+        self._judged = True
+        job.cancel("copies")
+        found = suspects({rank: event.copies for rank, event in self._told.items()})
+        members = {m.rank: m for m in job.roster.members}
+        ranks = found.ranks or tuple(sorted(self._told))
+        step = min(event.step for event in self._told.values())
+        job.record(
+            "corrupted",
+            ranks=list(ranks),
+            nodes=[str(members[rank].node_id) for rank in ranks],
+            certain=found.certain,
+            step=step,
+            sealed_step=job.sealed_step,
+            evidence=list(found.places),
+        )
+        named = ranks if found.certain else ranks[:1]
+        for rank in named:
+            member = members[rank]
+            self.recovery.fault(now, _fault(now, member, found, ranks, step, len(job.answered)))
+            if found.certain:
+                member.is_excused = True
+                job.kill(member, "holds a wrong copy of the state")
+
+
+def _fault(
+    now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, attempt: int
+) -> Fault:
+    place = found.places[0] if found.places else "which copies differ was not told"
+    who = "holds a wrong copy of the state" if found.certain else f"or one of ranks {_text(set(ranks))} does"
+    what = f"{who}: {place}"
+    digest = f"copies differ {'.'.join(map(str, ranks))}"
+    failure = Failure(rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, attempt=attempt)
+    fault = Fault.of(member, "corruption", what, now, failure)
+    fault.step = step
+    return fault
+
+
+def _text(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

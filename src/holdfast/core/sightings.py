@@ -1,0 +1,95 @@
+"""Messages about what is seen of workers and of their state: stillness, evidence, pace, copies that differ.
+
+Part of the vocabulary of ``core/messages.py``, under the same rules.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import Message
+
+
+class Stalled(Message, frozen=True):
+    """Every worker of this node has been without progress for longer than its bound (``core/progress.py``)."""
+
+    node_id: NodeId
+    generation: Generation  # of the pages
+    idle_s: float  # the shortest of their stillnesses: it was within its bound so long ago
+    bound_s: float  # the longest of their bounds
+    step_s: float  # median of the recent steps; 0: unknown
+
+
+class Moved(Message, frozen=True):
+    """A worker of a stalled node moves again."""
+
+    node_id: NodeId
+    generation: Generation
+
+
+class Gather(Message, frozen=True):
+    """Collect evidence about every worker of the node, and answer :class:`Evidence` with this ``number``."""
+
+    node_id: NodeId
+    number: int
+
+
+class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in a stall, from its status page, /proc and its stacks. ``process`` is the letter of its state."""
+
+    member_id: MemberId
+    rank: int
+    step: int
+    phase: str
+    idle_s: float
+    bound_s: float
+    sequence: int = 0  # collectives started in this step
+    usual_sequence: int = 0  # the same at the vote of the last committed step
+    process: str = ""  # R runs, S sleeps, D cannot be interrupted, T is stopped
+    cpu: float = 0.0  # share of a core that its main thread used while it was looked at
+    wchan: str = ""  # what it waits for in the kernel
+    where: str = ""  # innermost Python frame of the main thread; empty: it did not answer
+    section: str = ""
+    stacks: str = ""  # file with all stacks, below the run directory
+
+
+class Evidence(Message, frozen=True):
+    """Answer to :class:`Gather`: all workers of a node that live."""
+
+    node_id: NodeId
+    number: int
+    ranks: tuple[RankEvidence, ...]
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """One worker's median seconds per step without waiting for peers, over ``samples`` steps."""
+
+    rank: int
+    samples: int
+    busy_s: float
+
+
+class Paced(Message, frozen=True):
+    """How fast the workers of a node are, now and then."""
+
+    node_id: NodeId
+    generation: Generation
+    ranks: tuple[Pace, ...]
+
+
+class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of a part of the state that ``holders`` have in common; ``what`` names it, the same on all of them."""
+
+    holders: tuple[int, ...]
+    what: str
+    digest: int  # xxh3-64
+
+
+class CopiesDiffer(Message, frozen=True):
+    """A vote said that copies of the state of ``step`` differ: the digests of this rank's."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    copies: tuple[CopyDigest, ...]

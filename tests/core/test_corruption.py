@@ -1,0 +1,44 @@
+"""Who holds the wrong copy, as far as anybody can tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.corruption import suspects
+from holdfast.core.sightings import CopyDigest
+
+
+def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyDigest, ...]]:
+    """By group of holders: rank -> digest of the one place ``w``."""
+    found: dict[int, tuple[CopyDigest, ...]] = {}
+    for holders, digests in groups.items():
+        for rank, digest in digests.items():
+            found[rank] = (*found.get(rank, ()), CopyDigest(holders, "w", digest))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "certain"),
+    [
+        ({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 5}}, (2,), True),
+        ({(0, 1, 2): {0: 6, 1: 5, 2: 5}}, (0,), True),
+        ({(0, 1): {0: 5, 1: 6}}, (0, 1), False),
+        ({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 6}}, (0, 1, 2, 3), False),
+        ({(0, 2): {0: 5, 2: 6}, (1, 3): {1: 7, 3: 7}}, (0, 2), False),  # HSDP: two holders of each shard
+        ({(0, 1, 2, 3): {0: 1, 1: 1, 2: 1, 3: 9}, (1, 3): {1: 5, 3: 6}}, (3,), True),
+        ({(0, 1, 2, 3, 4): {0: 5, 1: 5, 2: 5, 3: 6, 4: 7}}, (3, 4), True),
+        ({(0, 1, 2, 3): {0: 5, 1: 6}}, (0, 1), False),  # the others have not told: no majority of four
+        ({(0, 1): {0: 5, 1: 5}}, (), False),
+    ],
+)
+def test_the_odd_one_out(
+    groups: dict[tuple[int, ...], dict[int, int]], ranks: tuple[int, ...], certain: bool
+) -> None:
+    found = suspects(told(groups))
+    assert (found.ranks, found.certain) == (ranks, certain)
+    assert bool(found.places) == bool(ranks)
+
+
+def test_the_evidence_names_the_place() -> None:
+    found = suspects(told({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 5}}))
+    assert found.places == ("w: rank(s) 2 against 3 of 4 holders",)

@@ -1,0 +1,56 @@
+"""A bit flips in the memory of a live rank: it is found, named, undone, and the end is the same, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+from holdfast.cli.drill import show
+from holdfast.drill.grammar import Fault, Kind
+from holdfast.drill.proof import Drill, Exercise
+from tests.drill.test_proof import bare_digest
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(200)]
+VERIFY_EVERY = 4
+ALL = bool(os.environ.get("HOLDFAST_FLIPS"))
+MORE = pytest.mark.skipif(not ALL, reason="make flips")
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "flips", "save_every"),
+    [
+        ("ddp", 4, (("flip", 2, 9), ("flip-optimizer", 0, 40)), 8),
+        pytest.param("ddp", 2, (("flip", 1, 9), ("flip-optimizer", 0, 40)), 8, marks=MORE),
+        pytest.param("ddp", 3, (("flip", 0, 9), ("flip-optimizer", 2, 40)), 0, marks=MORE),
+        pytest.param("hsdp", 4, (("flip", 3, 9), ("flip-optimizer", 1, 40)), 8, marks=MORE),
+        pytest.param("hsdp", 6, (("flip", 3, 9), ("flip-optimizer", 1, 40)), 0, marks=MORE),
+    ],
+)
+def test_a_flipped_bit_is_found_and_undone(
+    tmp_path: Path, layout: str, nproc: int, flips: tuple[tuple[Kind, int, int], ...], save_every: int
+) -> None:
+    flags = ("--verify-every", str(VERIFY_EVERY))
+    exercise = Exercise.builtin(
+        nproc=nproc, size="tiny", layout=layout, steps=60, save_every=save_every, flags=flags
+    )
+    drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
+    faults = [Fault(kind, (rank,), step, "forward") for kind, rank, step in flips]
+    verdict = drill.disturbed("disturbed", faults)
+    show(verdict)
+    assert verdict.passed, verdict
+    assert 0 < verdict.steps_redone
+    if nproc == 4:
+        assert verdict.digest == bare_digest(tmp_path / "bare", layout, 60)
+    events = journal.read(tmp_path / "disturbed" / "events.jsonl").events
+    found = [e.data for e in events if e.kind == "corrupted"]
+    assert len(found) == len(flips)
+    for data, (_, rank, step) in zip(found, flips, strict=True):
+        holders = nproc if layout == "ddp" else 2
+        assert rank in data["ranks"]
+        assert data["certain"] == (holders > 2) and (len(data["ranks"]) == 1 or holders == 2)
+        assert step <= data["step"] <= step + VERIFY_EVERY, "found late"
+    rungs = {"restart_fresh", "restart_checkpoint"} if save_every else {"restart_fresh"}
+    assert {report.action for report in verdict.faults} <= rungs
