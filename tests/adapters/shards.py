@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from holdfast.adapters.torch.boxes import parts_of
 from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import StateError
-from holdfast.store.complete import complete_layouts
-from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.complete import catalogue_of
+from holdfast.store.layout import Catalogue
 from holdfast.store.plan import plan
 from tests.adapters.worlds import Line
 
@@ -74,8 +74,7 @@ def late_layouts(line: Line, declared: list[int]) -> str:
     after = state.collect().layout(rank, 4)
     told: list[Any] = [None] * 4
     dist.all_gather_object(told, [(after if rank in declared else before).to_json(), after.to_json()])
-    layouts = {r: RankLayout.from_json(pair[0]) for r, pair in enumerate(told)}
-    full = Catalogue.from_layouts({r: RankLayout.from_json(pair[1]) for r, pair in enumerate(told)})
-    completed = Catalogue.from_layouts(complete_layouts(layouts))
+    full = Catalogue.from_encoded({r: pair[1] for r, pair in enumerate(told)})
+    completed = catalogue_of({r: pair[0] for r, pair in enumerate(told)})
     assert completed.to_json() == full.to_json()
     return plan(completed, frozenset({0, 1})).why_incomplete()

@@ -122,25 +122,80 @@ def test_manifest(path: Path, change: Callable[[Any], Any], rule: str) -> None:
     refused(path, rule)
 
 
+def listed(*boxes: list[list[int]]) -> object:
+    """A grid of boxes."""
+    return {"cells": [], "boxes": list(boxes)}
+
+
+def old(**changes: object) -> Callable[[Any], Any]:
+    """A catalogue of version 1 for the one rank and tensor of the test, with changes."""
+    tensor = {"fqn": "w", "dtype": "U64", "shape": [6, 10], "boxes": [[[0, 0], [6, 10], [0]]]}
+    tensor.update({key: value for key, value in changes.items() if key in tensor})
+    tree = {"version": 1, "world": 1, "classes": [[0]], "tensors": [tensor]}
+    tree.update({key: value for key, value in changes.items() if key in tree})
+    return lambda _tree: tree
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (old(), "another catalogue"),
+        (old(world=0), "do not partition"),
+        (old(classes=[[0], [0]]), "do not partition"),
+        (old(classes=[[]]), "layout class is empty"),
+        (old(shape=[2**60, 2**60]), "impossible shape"),
+        (old(dtype="F99"), "unknown dtype"),
+        (old(fqn="../w\0"), "control characters"),
+        (old(boxes=[]), "no box"),
+        (old(boxes=[[[0, 0], [7, 10], [0]]]), "is outside"),
+        (old(boxes=[[[0, 0], [6], [0]]]), "dimensions"),
+        (old(boxes=[[[0, 0], [6, 10], [4]]]), "unknown layout classes"),
+        (old(boxes=[[[0, 0], [0, 10], [0]]]), "has no element"),
+        (old(boxes=[[[0, 0], [6, 10], [0]]] * 2), "not sorted and unique"),
+    ],
+)
+def test_catalogue_of_version_1(path: Path, change: Callable[[Any], Any], rule: str) -> None:
+    rewrite(path, "catalogue.json", change)
+    refused(path, rule)
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
         (field("version", value=9), "catalogue version 9"),
-        (field("world", value=0), "do not partition"),
-        (field("classes", value=[[0], [0]]), "do not partition"),
-        (field("classes", value=[[]]), "layout class is empty"),
+        (field("version", value=1), "not a catalogue"),
+        (field("world", value=0), "below the world"),
+        (field("world", value=2), "another catalogue"),
+        (field("absent", value=[0]), "absent rank holds something"),
+        (field("absent", value=[0, 0]), "absent ranks are not ascending"),
+        (field("grids", value=[]), "grid 0 is unknown"),
+        (lambda tree: {**tree, "grids": tree["grids"] * 2}, "a grid has no tensor"),
+        (field("grids", 0, "cells", 0, 1, value=[]), "not ascending numbers"),
+        (field("grids", 0, "cells", 0, 1, value=[0, 1]), "not ascending numbers"),
+        (field("grids", 0, "cells", 0, 1, value=[0, 0]), "not ascending numbers"),
+        (field("grids", 0, "cells", value=[]), "needs cells or boxes"),
+        (field("grids", 0, "cells", value=[[[[]], [0]]]), "have not 2 dimensions"),
+        (field("grids", 0, "cells", value=[[[[], []], [0]], [[[]], [0]]]), "not sorted and unique"),
+        (field("grids", 0, "cells", value=[[[[]], [0]], [[[], []], [0]]]), "differ in their dimensions"),
+        (field("grids", 0, "cells", value=[[[[[1, 0]], []], [0]]]), "part 0 of 1 is no cut"),
+        (field("grids", 0, "cells", value=[[[[[2, 2]], []], [0]]]), "part 2 of 2 is no cut"),
+        (field("grids", 0, "cells", value=[[[[[2**60, 2]], []], [0]]]), "is no cut"),
+        (field("grids", 0, "cells", value=[[[[[2, 0]] * 9, []], [0]]]), "cut 9 times"),
+        (field("grids", 0, "cells", value=[[[[[2, 0]], []], [0]]]), "another catalogue"),
+        (field("grids", 0, "boxes", value=[[[0, 0], [6, 10], [0]]]), "cells or boxes"),
+        (field("grids", 0, value=listed([[0, 0], [7, 10], [0]])), "is outside"),
+        (field("grids", 0, value=listed([[0, 0], [6], [0]])), "dimensions"),
+        (field("grids", 0, value=listed([[0, 0], [0, 10], [0]])), "has no element"),
+        (field("grids", 0, value=listed([[0, 0], [5, 10], [0]])), "another catalogue"),
+        (field("tensors", 0, "grid", value=1), "grid 1 is unknown"),
+        (field("tensors", 0, "grid", value=-1), "grid -1 is unknown"),
         (field("tensors", 0, "shape", value=[2**60, 2**60]), "impossible shape"),
         (field("tensors", 0, "shape", value=[1] * 40), "impossible shape"),
         (field("tensors", 0, "dtype", value="F99"), "unknown dtype"),
         (field("tensors", 0, "fqn", value="../w\0"), "control characters"),
         (field("tensors", 0, "fqn", value="x" * 5000), "5000 characters"),
-        (field("tensors", 0, "boxes", value=[]), "no box"),
-        (field("tensors", 0, "boxes", 0, value=[[0, 0], [7, 10], [0]]), "is outside"),
-        (field("tensors", 0, "boxes", 0, value=[[0, 0], [6], [0]]), "dimensions"),
-        (field("tensors", 0, "boxes", 0, value=[[0, 0], [6, 10], [4]]), "unknown layout classes"),
-        (field("tensors", 0, "boxes", 0, value=[[0, 0], [0, 10], [0]]), "has no element"),
-        (field("tensors", 0, "boxes", 0, value=[[0, 0], [5, 10], [0]]), "another catalogue"),
-        (field("tensors", value=[]), "another catalogue"),
+        (field("tensors", value=[]), "a grid has no tensor"),
+        (lambda tree: {**tree, "grids": [], "tensors": []}, "another catalogue"),
         (lambda tree: {**tree, "tensors": tree["tensors"] * 2}, "not sorted by unique names"),
         (
             lambda tree: json.dumps(tree, separators=(",", ":")).encode()[:-1] + b',"world":1}',

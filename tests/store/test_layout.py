@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import StateError
-from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta, flat_range_boxes, subtract
+from holdfast.store.grid import Cuts, check_cuts
+from holdfast.store.layout import (
+    Box,
+    Catalogue,
+    RankLayout,
+    TensorMeta,
+    cut_box,
+    flat_range_boxes,
+    subtract,
+)
 from tests.store.worlds import World, cut, replicated, worlds
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -65,27 +76,79 @@ def test_a_flat_range_outside_is_refused() -> None:
 @given(worlds())
 def test_catalogue_is_canonical_and_complete(world: World) -> None:
     catalogue = world.catalogue()
-    layouts = {rank: world.state(rank).layout(rank, world.size) for rank in range(world.size)}
+    layouts = world.layouts()
     shuffled = {
         r: RankLayout(r, tuple(reversed(la.tensors)), la.world) for r, la in reversed(layouts.items())
     }
     assert Catalogue.from_layouts(shuffled).digest == catalogue.digest
     assert Catalogue.from_encoded({r: la.to_json() for r, la in layouts.items()}) == catalogue
     assert Catalogue.from_json(catalogue.to_json()) == catalogue
-    assert sorted(r for members in catalogue.classes for r in members) == list(range(world.size))
+    declared = [{(fqn, box) for fqn, box in held if box.numel} for held in world.held]
+    for rank in range(world.size):
+        assert {(t.fqn, b) for t, b in catalogue.held_by(rank) if b.numel} == declared[rank]
     for tensor in catalogue.tensors:
-        for entry in tensor.boxes:
-            holders = catalogue.holders(tensor.fqn, entry.box)
-            assert holders
-            for rank in range(world.size):
-                declared = {(t.fqn, t.box) for t in catalogue.layout(rank).tensors}
-                assert ((tensor.fqn, entry.box) in declared) == (rank in holders)
+        for box, ranks in catalogue.boxes(tensor):
+            assert catalogue.holders(tensor.fqn, box) == ranks != ()
+            if box.numel:
+                assert ranks == tuple(r for r in range(world.size) if (tensor.fqn, box) in declared[r])
+
+
+@settings(max_examples=60)
+@given(worlds())
+def test_cells_and_listed_boxes_say_the_same(world: World) -> None:
+    """A catalogue of version 1 lists every box; joined from cuts, the same boxes have the same holders."""
+    catalogue = world.catalogue()
+    classes = [[rank] for rank in range(world.size)]
+    old = {
+        "version": 1,
+        "world": world.size,
+        "classes": classes,
+        "tensors": [
+            {
+                "fqn": t.fqn,
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "boxes": [[b.offsets, b.sizes, ranks] for b, ranks in catalogue.boxes(t)],
+            }
+            for t in catalogue.tensors
+        ],
+    }
+    data = json.dumps(old, separators=(",", ":")).encode()
+    read = Catalogue.from_json(data)
+    assert (read.to_json(), read.digest) == (data, xxhash.xxh3_128_hexdigest(data)), "it keeps its digest"
+    assert [read.boxes(t) for t in read.tensors] == [catalogue.boxes(t) for t in catalogue.tensors]
+    assert (read.ranks, read.absent) == (catalogue.ranks, ())
+
+
+def test_one_grid_serves_all_shapes_that_are_cut_alike() -> None:
+    shapes = [(8, 3), (9, 5), (1, 7), (3, 2)]
+    layouts = {}
+    for rank in range(4):
+        cuts: Cuts = (((4, rank),), ())
+        metas = [TensorMeta(f"w{n}", "F32", s, cut_box(s, cuts), cuts) for n, s in enumerate(shapes)]
+        layouts[rank] = RankLayout(rank, (*metas, TensorMeta("s", "F32", (), Box((), ()))), 4)
+    catalogue = Catalogue.from_layouts(layouts)
+    assert [len(grid.cells) for grid in catalogue.grids] == [1, 4]
+    assert len({layout.to_json().split(b"tensors")[1] for layout in layouts.values()}) == 1, "one table"
+    found = [(box.offsets, box.sizes, ranks) for box, ranks in catalogue.boxes(catalogue.by_fqn["w1"])]
+    assert found == [((0, 0), (3, 5), (0,)), ((3, 0), (3, 5), (1,)), ((6, 0), (3, 5), (2,))]
+    assert catalogue.boxes(catalogue.by_fqn["w2"]) == [(Box((0, 0), (1, 7)), (0,))]
+
+
+def test_cuts_that_do_not_give_the_box_are_refused() -> None:
+    for cuts, rule in [((((2, 0),), ()), "not the part"), ((((2, 0),),), "cuts of 1 dimensions")]:
+        meta = TensorMeta("w", "F32", (4, 4), Box((2, 0), (2, 4)), cuts)
+        with pytest.raises(StateError, match=rule):
+            Catalogue.from_layouts({0: RankLayout(0, (meta,), 1)})
+    for steps, rule in [(((2, 2),), "no cut"), (((1, 0),), "no cut"), (((2, 0),) * 9, "cut 9 times")]:
+        with pytest.raises(StateError, match=rule):
+            check_cuts((steps,))
 
 
 def test_replicas_form_one_class() -> None:
     world = replicated(64, {"w": np.zeros((4, 4), np.float32), "s": np.zeros((), np.int64)})
     catalogue = world.catalogue()
-    assert catalogue.classes == (tuple(range(64)),)
+    assert [grid.holders for grid in catalogue.grids] == [(tuple(range(64)),)] * 2
     assert catalogue.holders("s", Box((), ())) == tuple(range(64))
     assert catalogue.size_bytes == 64 + 8
 
@@ -145,4 +208,4 @@ def test_empty_local_shards_are_dropped_but_empty_tensors_kept() -> None:
         {0: _layout(0, GOOD), 1: RankLayout(1, (empty_shard, empty_tensor), 2)}
     )
     assert catalogue.holders("w", Box((0, 0), (4, 4))) == (0,)
-    assert [len(t.boxes) for t in catalogue.tensors] == [1, 1]
+    assert [len(catalogue.boxes(t)) for t in catalogue.tensors] == [1, 1]

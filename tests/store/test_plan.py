@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from math import prod
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import StateError
 from holdfast.store import plan as planner
-from holdfast.store.layout import Box, BoxEntry, Catalogue, RankLayout, TensorEntry, TensorMeta
+from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta, cut_box, declarations
 from holdfast.store.plan import missing, plan
 from tests.store.worlds import World, cut, pipeline, replicated, worlds
 
@@ -35,19 +38,19 @@ def test_every_box_with_a_living_holder_is_written_as_often_as_asked(
     assert set(shares.shares) <= alive
     assert shares == plan(Catalogue.from_json(catalogue.to_json()), alive, copies)
     for tensor in catalogue.tensors:
-        for entry in tensor.boxes:
-            holders = set(catalogue.holders(tensor.fqn, entry.box)) & alive
+        for box, ranks in catalogue.boxes(tensor):
+            holders = set(ranks) & alive
             counted = np.zeros(tensor.shape, np.int64)
             for rank in alive:
                 mine = np.zeros(tensor.shape, np.int64)
                 for item in shares.items(rank):
-                    if item.fqn == tensor.fqn and item.box == entry.box:
+                    if item.fqn == tensor.fqn and item.box == box:
                         assert rank in holders or tensor.size_bytes == 0
                         assert item.box.contains(item.part)
                         mine[cut(item.part)] += 1
                 assert mine.max(initial=0) <= 1, "a rank writes an element twice"
                 counted += mine
-            assert (counted[cut(entry.box)] == min(copies, len(holders))).all()
+            assert (counted[cut(box)] == min(copies, len(holders))).all()
 
 
 @NO_HEALTH_CHECK
@@ -133,19 +136,70 @@ def test_missing_sees_holes_in_regular_and_irregular_cuts() -> None:
     assert missing((0, 3), [Box((0, 0), (0, 3))]) == []
 
 
-def test_4096_ranks_plan_by_layout_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def parallel(kind: str, world: int, tensors: int) -> dict[int, bytes]:
+    """What ``world`` ranks declare: ``tensors`` weights of four shapes and a step count, as a framework cuts them."""
+    shapes = [(4096, 1024), (1024, 4096), (1000, 1024), (1024,)]
+    layouts = {}
+    for rank in range(world):
+        metas = [TensorMeta("step", "I64", (), Box((), ()))]
+        for number in range(tensors):
+            shape = shapes[number % 4]
+            if kind == "pipeline" and number * 8 // tensors != rank * 8 // world:
+                continue
+            steps: dict[int, tuple[int, int]] = {
+                "ddp": {},
+                "fsdp": {0: (world, rank)},
+                "hsdp": {0: (world // 8, rank % (world // 8))},
+                "tensor": {number % 2 if len(shape) > 1 else 0: (8, rank % 8)},
+                "pipeline": {0: (4, rank % 4)},
+            }[kind]
+            cuts = tuple((steps[d],) if d in steps else () for d in range(len(shape)))
+            metas.append(TensorMeta(f"layer.{number:04d}", "F32", shape, cut_box(shape, cuts), cuts))
+        layouts[rank] = RankLayout(rank, tuple(metas), world).to_json()
+    return layouts
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tensor", "pipeline"])
+def test_the_work_grows_with_ranks_and_tensors_and_not_with_their_product(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
-    classes = tuple(tuple(range(c, 4096, 8)) for c in range(8))
-    tensors = tuple(
-        TensorEntry(
-            f"layer.{i:04d}",
-            "F32",
-            (8192, 1024),
-            tuple(BoxEntry((1024 * c, 0), (1024, 1024), (c,)) for c in range(8)),
-        )
-        for i in range(200)
-    )
-    shares = plan(Catalogue(1, 4096, classes, tensors), frozenset(range(1, 4096)))
-    assert shares.complete
-    assert 0 not in shares.shares
-    assert max(sum(i.part.numel for i in items) for items in shares.shares.values()) <= 2 * 1024 * 1024
+    steps: dict[tuple[int, int], tuple[int, int]] = {}
+    for world, tensors in [(64, 200), (256, 200), (256, 800)]:
+        declared = declarations(parallel(kind, world, tensors))
+        counted = [0]
+
+        def count(frame: object, event: str, argument: object, counted: list[int] = counted) -> None:
+            counted[0] += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            catalogue = Catalogue.from_declarations(declared)
+            joined = counted[0]
+            shares = plan(catalogue, frozenset(range(1, world)))
+            size_bytes = sum(4 * item.part.numel for item in shares.items(world // 2))
+        finally:
+            sys.setprofile(None)
+        steps[world, tensors] = joined, counted[0] - joined
+        assert size_bytes > 0 and shares.complete == (kind != "fsdp")
+    for few, many in [((64, 200), (256, 200)), ((256, 200), (256, 800))]:
+        for part in (0, 1):
+            assert steps[many][part] <= 4.5 * steps[few][part]
+    assert sum(steps[256, 800]) < 256 * 800 / 2, "less than one call for each box of the job"
+
+
+def test_every_share_of_a_large_job_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stretches of all ranks cover each tensor once, and no rank has much more than another."""
+    monkeypatch.undo()
+    for kind in ("ddp", "hsdp", "tensor", "pipeline"):
+        catalogue = Catalogue.from_encoded(parallel(kind, 64, 40))
+        for copies in (1, 2):
+            shares = plan(catalogue, frozenset(range(64)), copies)
+            written = dict.fromkeys(catalogue.by_fqn, 0)
+            loads = []
+            for rank in range(64):
+                loads.append(sum(item.part.numel for item in shares.items(rank)))
+                for item in shares.items(rank):
+                    written[item.fqn] += item.part.numel
+            assert written == {t.fqn: copies * prod(t.shape) for t in catalogue.tensors}
+            assert 4 * max(loads) <= 4 * sum(loads) / 64 + 2 * planner.PART_SIZE_BYTES_MIN

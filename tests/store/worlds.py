@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 
 from holdfast.adapters.numpy import DTYPE_NAMES, Array, NumpyState, Shard
 from holdfast.core.ids import Generation, SaveId
-from holdfast.store.layout import Box, Catalogue, Shape, flat_range_boxes
+from holdfast.store.grid import Cuts
+from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta, cut_box, flat_range_boxes
 from holdfast.store.plan import plan
 from holdfast.store.writer import Written, write_share
 
 DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
+
+
+Part = tuple[Box, Cuts | None]
+"""A box, and the cut that it is known to be a part of."""
 
 
 @dataclass
@@ -27,6 +32,7 @@ class World:
     size: int
     arrays: dict[str, Array]
     held: list[list[tuple[str, Box]]] = field(default_factory=list)
+    cuts: dict[tuple[int, str, Box], Cuts] = field(default_factory=dict)  # what a rank knows of its box
 
     def state(self, rank: int, *, empty: bool = False) -> NumpyState:
         """Arrays of one rank: cut from the global ones, or zeroed to be loaded into."""
@@ -37,11 +43,23 @@ class World:
             shards.append(Shard(fqn, whole.shape, box, np.zeros_like(piece) if empty else piece))
         return NumpyState(shards)
 
+    def layouts(self) -> dict[int, RankLayout]:
+        """What each rank declares."""
+        return {
+            rank: RankLayout(
+                rank,
+                tuple(
+                    TensorMeta(t.fqn, t.dtype, t.shape, t.box, self.cuts.get((rank, t.fqn, t.box)))
+                    for t in self.state(rank).layout(rank, self.size).tensors
+                ),
+                self.size,
+            )
+            for rank in range(self.size)
+        }
+
     def catalogue(self) -> Catalogue:
         """The catalogue of all ranks."""
-        return Catalogue.from_layouts(
-            {rank: self.state(rank).layout(rank, self.size) for rank in range(self.size)}
-        )
+        return Catalogue.from_layouts(self.layouts())
 
     def check(self, state: NumpyState) -> None:
         """Every element of ``state`` equals the global tensors, bit for bit."""
@@ -76,11 +94,34 @@ def grid(shape: Shape, cuts: Mapping[int, int]) -> list[Box]:
 
 
 @st.composite
-def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Box]]:
-    """For each rank the boxes of one tensor; together they cover it."""
+def on_mesh(draw: st.DrawFn, shape: Shape, size: int, ranks: list[int]) -> list[list[Part]]:
+    """For each rank its box when each dimension of a mesh replicates or cuts; both may cut the same dimension."""
+    second = draw(st.sampled_from([n for n in (1, 2, 3) if len(ranks) % n == 0]))
+    axes = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in range(2)]
+    boxes: list[list[Part]] = [[] for _ in range(size)]
+    for index, rank in enumerate(draw(st.permutations(ranks))):
+        place = divmod(index, second)
+        cuts = tuple(
+            tuple(
+                (parts, at)
+                for axis, parts, at in zip(axes, (len(ranks) // second, second), place, strict=True)
+                if axis == d and parts > 1
+            )
+            for d in range(len(shape))
+        )
+        boxes[rank].append((cut_box(shape, cuts), cuts))
+    return boxes
+
+
+@st.composite
+def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Part]]:
+    """For each rank the boxes of one tensor (and what it knows of them); together they cover it."""
     ranks = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))  # a pipeline stage, or all
-    boxes: list[list[Box]] = [[] for _ in range(size)]
-    kind = draw(st.sampled_from(["replicated", "sharded", "grid", "strided", "flat"]))
+    boxes: list[list[Part]] = [[] for _ in range(size)]
+    kind = draw(st.sampled_from(["replicated", "sharded", "grid", "strided", "flat", "mesh", "mesh"]))
+    if kind == "mesh" and shape and 0 not in shape:
+        return draw(on_mesh(shape, size, ranks))
+    cells: list[list[Box]]
     if kind == "replicated" or not prod(shape) or not shape:
         cells = [[Box.whole(shape)]]
     elif kind == "sharded":
@@ -96,9 +137,8 @@ def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Box]]:
     for index in range(
         max(len(ranks), len(cells))
     ):  # more ranks than cells: replicas; fewer: several cells each
-        boxes[ranks[index % len(ranks)]] += [
-            box for box in cells[index % len(cells)] if box not in boxes[ranks[index % len(ranks)]]
-        ]
+        mine = boxes[ranks[index % len(ranks)]]
+        mine += [(box, None) for box in cells[index % len(cells)] if (box, None) not in mine]
     return boxes
 
 
@@ -123,7 +163,10 @@ def worlds(
     )
     for fqn, array in world.arrays.items():
         for rank, boxes in enumerate(draw(placements(array.shape, size))):
-            world.held[rank] += [(fqn, box) for box in boxes]
+            for box, cuts in boxes:
+                world.held[rank].append((fqn, box))
+                if cuts is not None:
+                    world.cuts[rank, fqn, box] = cuts
     return world
 
 

@@ -67,7 +67,8 @@ def show(checkpoint: str, as_json: bool) -> int:
     catalogue, values = load_catalogue(path), load_values(path)
     if as_json:
         tensors = {
-            t.fqn: {"dtype": t.dtype, "shape": t.shape, "boxes": len(t.boxes)} for t in catalogue.tensors
+            t.fqn: {"dtype": t.dtype, "shape": t.shape, "boxes": len(catalogue.boxes(t))}
+            for t in catalogue.tensors
         }
         _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
         return 0
@@ -77,7 +78,7 @@ def show(checkpoint: str, as_json: bool) -> int:
                   f"values: {', '.join(sorted(values)) or 'none'}", soft_wrap=True)  # fmt: skip
     table = _table("tensor", "dtype", "shape", "boxes", "size")
     for t in catalogue.tensors:
-        table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(len(t.boxes)), _size(t.size_bytes))
+        table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
     console.print(table)
     return 0
 

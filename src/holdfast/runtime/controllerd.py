@@ -46,8 +46,7 @@ from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
-from holdfast.store.complete import complete_layouts
-from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.complete import catalogue_of
 from holdfast.store.plan import plan
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -63,8 +62,7 @@ LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
     """Why ``sources`` cannot write a complete checkpoint of ``layouts`` (by rank as text), or an empty string."""
     try:
-        known = {int(rank): RankLayout.from_json(layout) for rank, layout in layouts.items()}
-        catalogue = Catalogue.from_layouts(complete_layouts(known))
+        catalogue = catalogue_of({int(rank): layout for rank, layout in layouts.items()})
         return plan(catalogue, frozenset(sources)).why_incomplete()
     except StateError as error:
         return error.message

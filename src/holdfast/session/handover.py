@@ -20,8 +20,7 @@ from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.session.resume import Resumed
-from holdfast.store.complete import complete_layouts
-from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.complete import catalogue_of
 from holdfast.store.values import decode_values, encode_values
 
 log = logging.getLogger("holdfast")
@@ -92,8 +91,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     """
     token = _token(client)
     sources = {int(rank): at for rank, at in order.sources.items()}
-    layouts = {int(rank): RankLayout.from_json(data) for rank, data in order.layouts.items()}
-    catalogue = Catalogue.from_layouts(complete_layouts(layouts))
+    catalogue = catalogue_of({int(rank): data for rank, data in order.layouts.items()})
     values: dict[str, Any] = _values(fetch(sources, [], token))
     restore = adapter.restore(catalogue, values)
     wanted = [

@@ -30,8 +30,8 @@ from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
-from holdfast.store.complete import complete_layouts
-from holdfast.store.layout import Catalogue, RankLayout
+from holdfast.store.complete import catalogue_of
+from holdfast.store.layout import Catalogue
 from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
@@ -365,9 +365,9 @@ class Saver:
     ) -> Written:
         rank = self._adapter.rank
         collected = self._adapter.collect(frozen=frozen)
-        known = {int(r): RankLayout.from_json(data) for r, data in layouts.items()}
-        known[rank] = collected.layout(rank, self._adapter.world_size)
-        catalogue = Catalogue.from_layouts(complete_layouts(known))
+        known = {int(r): data for r, data in layouts.items()}
+        known[rank] = collected.layout(rank, self._adapter.world_size).to_json()
+        catalogue = catalogue_of(known)
         made = plan(catalogue, frozenset(sources))
         own: dict[int, Any] = {
             int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data

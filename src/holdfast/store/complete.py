@@ -10,46 +10,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.store.layout import Box, RankLayout, TensorMeta
+from holdfast.store.grid import Cuts, whole_cuts
+from holdfast.store.layout import Catalogue, Declaration, Row, declarations
 
 PREFIX = "optimizer."
 
 
-def complete_layouts(layouts: Mapping[int, RankLayout]) -> dict[int, RankLayout]:
-    """``layouts`` (by rank) with the optimizer entries that some ranks have not declared yet."""
-    known: dict[str, TensorMeta] = {}
-    for _, layout in sorted(layouts.items()):
-        for meta in layout.tensors:
-            if meta.fqn.startswith(PREFIX):
-                known.setdefault(meta.fqn, meta)
-    return {rank: _completed(layout, known) for rank, layout in layouts.items()}
+def catalogue_of(layouts: Mapping[int, bytes]) -> Catalogue:
+    """The catalogue of what the ranks have sent (``RankLayout.to_json``, by rank), completed.
+
+    Raises:
+        StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.
+    """
+    return Catalogue.from_declarations(complete(declarations(layouts)))
 
 
-def _completed(layout: RankLayout, known: Mapping[str, TensorMeta]) -> RankLayout:
-    declared = {meta.fqn for meta in layout.tensors}
-    missing = [meta for fqn, meta in known.items() if fqn not in declared]
-    if not missing:
-        return layout
-    boxes: dict[str, list[TensorMeta]] = {}
-    for meta in layout.tensors:
-        boxes.setdefault(meta.fqn, []).append(meta)
-    added: list[TensorMeta] = []
-    for meta in missing:
-        parameter = _parameter(meta.fqn, boxes)
-        if parameter is None:
-            continue  # a rank of another pipeline stage
-        if meta.shape and meta.shape == boxes[parameter][0].shape:
-            added += [TensorMeta(meta.fqn, meta.dtype, meta.shape, at.box) for at in boxes[parameter]]
+def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
+    """``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
+    known: dict[str, Row] = {}
+    seen: set[int] = set()
+    for _, declaration in sorted(declared.items()):
+        if id(declaration.tensors) in seen:
+            continue
+        seen.add(id(declaration.tensors))
+        for row in declaration.tensors:
+            if row.fqn.startswith(PREFIX):
+                known.setdefault(row.fqn, row)
+    tables: dict[tuple[int, int], tuple[tuple[Row, ...], tuple[Cuts, ...]]] = {}
+    out: dict[int, Declaration] = {}
+    for rank, declaration in declared.items():
+        key = (id(declaration.tensors), len(declaration.cells))
+        if key not in tables:
+            tables[key] = _completed(declaration, known)
+        rows, cells = tables[key]
+        out[rank] = Declaration(
+            declaration.rank, declaration.world, declaration.cells + cells, declaration.boxes, rows
+        )
+    return out
+
+
+def _completed(
+    declaration: Declaration, known: Mapping[str, Row]
+) -> tuple[tuple[Row, ...], tuple[Cuts, ...]]:
+    """The completed table, and the cells that it needs in addition."""
+    places: dict[str, list[Row]] = {}
+    for row in declaration.tensors:
+        places.setdefault(row.fqn, []).append(row)
+    cells: dict[Cuts, int] = {}
+    added: list[Row] = []
+    for row in known.values():
+        parameter = _parameter(row.fqn, places)
+        if row.fqn in places or parameter is None:  # declared, or a rank of another pipeline stage
+            continue
+        if row.shape and row.shape == places[parameter][0].shape:
+            added += [Row(row.fqn, row.dtype, row.shape, at.place) for at in places[parameter]]
         else:
-            added.append(TensorMeta(meta.fqn, meta.dtype, meta.shape, Box.whole(meta.shape)))
-    return RankLayout(layout.rank, layout.tensors + tuple(added), layout.world)
+            whole = whole_cuts(len(row.shape))
+            place = cells.setdefault(whole, len(declaration.cells) + len(cells))
+            added.append(Row(row.fqn, row.dtype, row.shape, place))
+    return (declaration.tensors + tuple(added) if added else declaration.tensors), tuple(cells)
 
 
-def _parameter(fqn: str, boxes: Mapping[str, list[TensorMeta]]) -> str | None:
+def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:
     """The declared parameter that ``optimizer.<name>.<parameter>.<key>`` belongs to."""
     rest = fqn.removeprefix(PREFIX).partition(".")[2]
     while "." in rest:
         rest = rest.rpartition(".")[0]
-        if rest in boxes:
+        if rest in places:
             return rest
     return None

@@ -1,10 +1,11 @@
 """Layouts as data: which rank holds which box of which tensor.
 
 Theory. A *box* is a rectangular region of a global tensor. Each rank declares the boxes that it holds
-(:class:`RankLayout`); the :class:`Catalogue` joins the declarations of all ranks. Ranks with the same declaration
-form one *layout class* (the replicas of a data-parallel group), so the catalogue grows with the number of distinct
-boxes and not with the number of ranks. A rank may hold several boxes of one tensor (strided shards, flat ranges of
-a ZeRO optimizer: see :func:`flat_range_boxes`).
+(:class:`RankLayout`), where it can as a part of a regular cut; the :class:`Catalogue` joins the declarations of all
+ranks into a few grids (``grid.py``), so it grows with the number of ranks and the number of tensors, not with their
+product. What a rank sends is a table of tensors, which is the same for most ranks, and the few places that the table
+refers to. A rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO optimizer: see
+:func:`flat_range_boxes`).
 
 Invariants:
 1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
@@ -17,16 +18,24 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import xxhash
 
 from holdfast.errors import StateError
+from holdfast.store import catalogue_v1
+from holdfast.store.box import Box as Box
+from holdfast.store.box import flat_range_boxes as flat_range_boxes
+from holdfast.store.box import flat_regions as flat_regions
+from holdfast.store.box import subtract as subtract
+from holdfast.store.grid import Cell, Cuts, Grid, Region, cut, whole_cuts
+from holdfast.store.grid import Shape as Shape
 
-CATALOGUE_VERSION = 1
+CATALOGUE_VERSION = 2
 FQN_LENGTH_MAX = 1024
 DIMENSIONS_MAX = 32
 TENSORS_MAX = 10_000_000
@@ -53,60 +62,67 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 }
 """Element size per dtype name; the names are those of the safetensors format."""
 
-Shape = tuple[int, ...]
-
-
-class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A region of a tensor: ``offsets[d] <= index[d] < offsets[d] + sizes[d]`` in every dimension d (elements)."""
-
-    offsets: Shape
-    sizes: Shape
-
-    @staticmethod
-    def whole(shape: Sequence[int]) -> Box:
-        """The box of a complete tensor."""
-        return Box((0,) * len(shape), tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements (1 for a scalar)."""
-        return math.prod(self.sizes)
-
-    @property
-    def ends(self) -> Shape:
-        """First index after the box, per dimension."""
-        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
-
-    def intersect(self, other: Box) -> Box | None:
-        """The common region, or None when it has no element."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(map(lambda a, b, o: min(a, b) - o, self.ends, other.ends, offsets))
-        return None if any(s <= 0 for s in sizes) else Box(offsets, sizes)
-
-    def contains(self, other: Box) -> bool:
-        """True when every element of ``other`` is in this box."""
-        return all(
-            a <= c and c + d <= a + b
-            for a, b, c, d in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-
-    def __str__(self) -> str:
-        inside = ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
-        return f"[{inside}]"
-
 
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
-    """One box that a rank holds: ``shape`` is the global shape, ``dtype`` a key of :data:`DTYPE_SIZE_BYTES`."""
+    """One box that a rank holds: ``shape`` is the global shape, ``dtype`` a key of :data:`DTYPE_SIZE_BYTES`.
+
+    ``cuts`` says of which regular cut the box is a part, where that is known: a hint that keeps catalogues small.
+    """
 
     fqn: str
     dtype: str
     shape: Shape
     box: Box
+    cuts: Cuts | None = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the box."""
         return self.box.numel * DTYPE_SIZE_BYTES[self.dtype]
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a table; ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    place: int
+
+
+class Declaration(msgspec.Struct, frozen=True):
+    """A rank layout as it is sent: ranks that cut the same tensors in the same way have the same table ``tensors``."""
+
+    rank: int
+    world: int
+    cells: tuple[Cuts, ...]
+    boxes: tuple[Box, ...]
+    tensors: tuple[Row, ...]
+
+    def box(self, row: Row) -> Box:
+        """The region that a row of the table means on this rank."""
+        if row.place < 0:
+            return self.boxes[-row.place - 1]
+        return cut_box(row.shape, self.cells[row.place])
+
+    def check(self, places: Iterable[tuple[int, int]]) -> None:
+        """Refuse a declaration that has not the ``places`` (with their dimensions) of its table.
+
+        Raises:
+            StateError: names the place.
+        """
+        for place, dimensions in places:
+            if not -len(self.boxes) <= place < len(self.cells):
+                raise StateError(f"not a rank layout (rank {self.rank}): its table names place {place}")
+            if place >= 0 and len(self.cells[place]) != dimensions:
+                raise StateError(
+                    f"not a rank layout (rank {self.rank}): place {place} is of other dimensions"
+                )
+
+
+def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
+    """The places that a table names, with the dimensions of their tensors."""
+    return {(row.place, len(row.shape)) for row in rows}
 
 
 class RankLayout(msgspec.Struct, frozen=True):
@@ -116,9 +132,29 @@ class RankLayout(msgspec.Struct, frozen=True):
     tensors: tuple[TensorMeta, ...]
     world: int
 
+    def declaration(self) -> Declaration:
+        """The form that is sent. Boxes without elements are dropped (invariant 2).
+
+        Raises:
+            StateError: unknown dtype, a box of other dimensions than its tensor, or not the box that its cuts say.
+        """
+        cells: dict[Cuts, int] = {}
+        boxes: dict[Box, int] = {}
+        rows: list[Row] = []
+        for tensor in self.tensors:
+            cuts = _cuts_of(tensor)
+            if cuts is not None:
+                place = cells.setdefault(cuts, len(cells))
+            elif tensor.box.numel:
+                place = -1 - boxes.setdefault(tensor.box, len(boxes))
+            else:
+                continue
+            rows.append(Row(tensor.fqn, tensor.dtype, tensor.shape, place))
+        return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
+
     def to_json(self) -> bytes:
-        """Compact JSON, the payload of the ``LayoutPublished`` message."""
-        return msgspec.json.encode(self)
+        """Compact JSON of :meth:`declaration`, the payload of the ``LayoutPublished`` message."""
+        return msgspec.json.encode(self.declaration())
 
     @staticmethod
     def from_json(data: bytes) -> RankLayout:
@@ -127,32 +163,28 @@ class RankLayout(msgspec.Struct, frozen=True):
         Raises:
             StateError: not the JSON of a layout.
         """
-        try:
-            return msgspec.json.decode(data, type=RankLayout)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise StateError(f"not a rank layout: {error}") from error
-
-
-class BoxEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One distinct box and the layout classes (indices into ``Catalogue.classes``) that hold it."""
-
-    offsets: Shape
-    sizes: Shape
-    classes: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """The region."""
-        return Box(self.offsets, self.sizes)
+        (declaration,) = declarations({0: data}).values()
+        declaration.check(places_of(declaration.tensors))
+        return RankLayout(
+            declaration.rank,
+            tuple(
+                TensorMeta(
+                    row.fqn, row.dtype, row.shape, declaration.box(row),
+                    declaration.cells[row.place] if row.place >= 0 and any(declaration.cells[row.place]) else None,
+                )
+                for row in declaration.tensors
+            ),
+            declaration.world,
+        )  # fmt: skip
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of the job with all its distinct boxes, sorted."""
+    """One tensor of the job; ``grid`` (index into ``Catalogue.grids``) says who holds what of it."""
 
     fqn: str
     dtype: str
     shape: Shape
-    boxes: tuple[BoxEntry, ...]
+    grid: int
 
     @property
     def size_bytes(self) -> int:
@@ -161,11 +193,13 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Catalogue(msgspec.Struct, frozen=True, dict=True):
-    """All tensors of a job and who holds them. ``classes[c]`` are the ranks of layout class c, ascending."""
+    """All tensors of a job and who holds them. ``absent`` are the ranks of the world that declared nothing: what they
+    alone hold is unknown."""
 
     version: int
     world: int
-    classes: tuple[tuple[int, ...], ...]
+    absent: tuple[int, ...]
+    grids: tuple[Grid, ...]
     tensors: tuple[TensorEntry, ...]
 
     @staticmethod
@@ -175,55 +209,67 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         Raises:
             StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
         """
-        groups: dict[tuple[TensorMeta, ...], list[int]] = {}
-        worlds = {layout.world for layout in layouts.values()}
-        if len(worlds) != 1:
-            raise StateError(f"the ranks disagree about the world size: {sorted(worlds)}")
-        for rank, layout in sorted(layouts.items()):
-            if rank != layout.rank or not 0 <= rank < layout.world:
-                raise StateError(f"layout of rank {layout.rank} given as rank {rank} of {layout.world}")
-            groups.setdefault(layout.tensors, []).append(rank)
-        return _join(groups, worlds.pop())
+        return Catalogue.from_declarations({rank: layout.declaration() for rank, layout in layouts.items()})
 
     @staticmethod
     def from_encoded(layouts: Mapping[int, bytes]) -> Catalogue:
-        """As :meth:`from_layouts`, from ``RankLayout.to_json`` bytes; decodes one layout of each class only.
+        """As :meth:`from_layouts`, from ``RankLayout.to_json`` bytes.
 
         Raises:
             StateError: see :meth:`from_layouts`.
         """
-        decoder = msgspec.json.Decoder(_RawLayout)
-        seen: dict[tuple[int, bytes], RankLayout] = {}
-        decoded: dict[int, RankLayout] = {}
-        for rank, data in layouts.items():
-            try:
-                raw = decoder.decode(data)
-            except msgspec.DecodeError as error:
-                raise StateError(f"not a rank layout (rank {rank}): {error}") from error
-            key = (raw.world, bytes(raw.tensors))
-            if key not in seen:
-                seen[key] = RankLayout.from_json(data)
-            decoded[rank] = RankLayout(raw.rank, seen[key].tensors, raw.world)
-        return Catalogue.from_layouts(decoded)
+        return Catalogue.from_declarations(declarations(layouts))
+
+    @staticmethod
+    def from_declarations(declared: Mapping[int, Declaration]) -> Catalogue:
+        """As :meth:`from_layouts`; tables that are one object are read once.
+
+        Raises:
+            StateError: see :meth:`from_layouts`.
+        """
+        worlds = {declaration.world for declaration in declared.values()}
+        if len(worlds) != 1:
+            raise StateError(f"the ranks disagree about the world size: {sorted(worlds)}")
+        for rank, declaration in declared.items():
+            if rank != declaration.rank or not 0 <= rank < declaration.world:
+                raise StateError(
+                    f"layout of rank {declaration.rank} given as rank {rank} of {declaration.world}"
+                )
+        world = worlds.pop()
+        absent = tuple(rank for rank in range(world) if rank not in declared)
+        return _numbered(world, absent, _Join(declared).tensors())
 
     @staticmethod
     def from_json(data: bytes) -> Catalogue:
-        """Inverse of :meth:`to_json`; every invariant is checked again.
+        """Inverse of :meth:`to_json`; every invariant is checked again. Version 1 is read too, and keeps its digest.
 
         Raises:
             StateError: names the broken rule.
         """
         try:
-            catalogue = msgspec.json.decode(data, type=Catalogue)
+            version = msgspec.json.decode(data, type=_Versioned).version
+            if version == catalogue_v1.VERSION:
+                catalogue = _of_version_1(data)
+            elif version != CATALOGUE_VERSION:
+                raise StateError(f"catalogue version {version}, this reader knows {CATALOGUE_VERSION}")
+            else:
+                catalogue = msgspec.json.decode(data, type=Catalogue)
+                _check_catalogue(catalogue)
+                if msgspec.json.encode(catalogue) != data:
+                    raise StateError(
+                        "not a catalogue in canonical form (duplicate or unknown keys, or white space)"
+                    )
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise StateError(f"not a catalogue: {error}") from error
-        _check_catalogue(catalogue)
-        if catalogue.to_json() != data:
-            raise StateError("not a catalogue in canonical form (duplicate or unknown keys, or white space)")
+        catalogue.__dict__["_json"] = data
         return catalogue
 
     def to_json(self) -> bytes:
-        """Canonical JSON (see ``docs/format.md``)."""
+        """Canonical JSON (see ``docs/format.md``); what was read is given back as it was."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
         return msgspec.json.encode(self)
 
     @cached_property
@@ -239,128 +285,248 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def ranks(self) -> frozenset[int]:
         """Ranks that declared a layout."""
-        return frozenset(rank for members in self.classes for rank in members)
-
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """Ranks of the world that declared nothing: what they alone hold is unknown."""
-        return tuple(rank for rank in range(self.world) if rank not in self.ranks)
+        return frozenset(range(self.world)).difference(self.absent)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, each counted once."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
+    def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
+        """All distinct boxes of a tensor with their holders, sorted."""
+        grid = self.grids[tensor.grid]
+        held, holders = grid.on(tensor.shape), grid.holders
+        rows = zip(held.offsets.tolist(), held.sizes.tolist(), held.entry.tolist(), strict=True)
+        return sorted(
+            (Box(tuple(offsets), tuple(sizes)), held.joined.get(place, holders[entry]))
+            for place, (offsets, sizes, entry) in enumerate(rows)
+        )
+
+    def held_by(self, rank: int) -> list[tuple[TensorEntry, Box]]:
+        """The boxes of one rank, sorted."""
+        return [
+            (tensor, box)
+            for tensor in self.tensors
+            if rank in self.grids[tensor.grid].ranks
+            for box, ranks in self.boxes(tensor)
+            if rank in ranks
+        ]
+
     def holders(self, fqn: str, box: Box) -> tuple[int, ...]:
         """Ranks that declared exactly this box, ascending; empty when nobody did."""
         tensor = self.by_fqn.get(fqn)
-        entries = tensor.boxes if tensor is not None else ()
-        return next((self.members(e.classes) for e in entries if e.box == box), ())
-
-    def members(self, classes: Sequence[int]) -> tuple[int, ...]:
-        """Ranks of these layout classes, ascending."""
-        if len(classes) == 1:
-            return self.classes[classes[0]]
-        return tuple(sorted(rank for c in classes for rank in self.classes[c]))
-
-    def layout(self, rank: int) -> RankLayout:
-        """What ``rank`` declared (order of entries normalised)."""
-        own = {index for index, members in enumerate(self.classes) if rank in members}
-        tensors = tuple(
-            TensorMeta(t.fqn, t.dtype, t.shape, e.box)
-            for t in self.tensors
-            for e in t.boxes
-            if not own.isdisjoint(e.classes)
+        if tensor is None or len(box.sizes) != len(tensor.shape):
+            return ()
+        grid = self.grids[tensor.grid]
+        held = grid.on(tensor.shape)
+        same = (held.offsets == np.array(box.offsets, np.int64)) & (
+            held.sizes == np.array(box.sizes, np.int64)
         )
-        return RankLayout(rank, tensors, self.world)
+        for place in np.nonzero(same.all(axis=1))[0].tolist():
+            return held.joined.get(place, grid.holders[held.entry[place]])
+        return ()
 
 
-class _RawLayout(msgspec.Struct):
-    """A layout whose tensors stay undecoded, to group equal ones cheaply."""
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+class _RawDeclaration(msgspec.Struct):
+    """A declaration whose table stays undecoded, to decode equal ones once."""
 
     rank: int
-    tensors: msgspec.Raw
     world: int
+    cells: tuple[Cuts, ...]
+    boxes: tuple[Box, ...]
+    tensors: msgspec.Raw
 
 
-def _join(groups: Mapping[tuple[TensorMeta, ...], Sequence[int]], world: int) -> Catalogue:
-    """The catalogue of groups of ranks with equal declarations."""
-    # Declarations that differ only in order or in empty boxes are the same class.
-    normal: dict[frozenset[TensorMeta], list[int]] = {}
-    for tensors, ranks in groups.items():
-        normal.setdefault(frozenset(_normalised(tensors)), []).extend(ranks)
-    classes = sorted(
-        ((sorted(ranks), members) for members, ranks in normal.items()), key=lambda item: item[0]
-    )
-    meta: dict[str, tuple[str, Shape, int]] = {}
-    boxes: dict[str, dict[Box, list[int]]] = {}
-    for index, (ranks, members) in enumerate(classes):
-        for tensor in members:
-            known = meta.setdefault(tensor.fqn, (tensor.dtype, tensor.shape, ranks[0]))
-            if known[:2] != (tensor.dtype, tensor.shape):
-                raise StateError(
-                    f"tensor {tensor.fqn!r}: rank {known[2]} declares {known[0]} {list(known[1])}, "
-                    f"rank {ranks[0]} declares {tensor.dtype} {list(tensor.shape)}"
-                )
-            boxes.setdefault(tensor.fqn, {}).setdefault(tensor.box, []).append(index)
-    tensors_out = tuple(
-        TensorEntry(
-            fqn,
-            meta[fqn][0],
-            meta[fqn][1],
-            tuple(BoxEntry(b.offsets, b.sizes, tuple(sorted(c))) for b, c in sorted(boxes[fqn].items())),
+def declarations(layouts: Mapping[int, bytes]) -> dict[int, Declaration]:
+    """Decode what ranks have sent, by rank; equal tables become one object.
+
+    Raises:
+        StateError: not the JSON of a layout.
+    """
+    decoder = msgspec.json.Decoder(_RawDeclaration)
+    rows = msgspec.json.Decoder(tuple[Row, ...])
+    tables: dict[bytes, tuple[Row, ...]] = {}
+    decoded: dict[int, Declaration] = {}
+    for rank, data in layouts.items():
+        try:
+            raw = decoder.decode(data)
+            key = bytes(raw.tensors)
+            if key not in tables:
+                tables[key] = rows.decode(key)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise StateError(f"not a rank layout (rank {rank}): {error}") from error
+        decoded[rank] = Declaration(raw.rank, raw.world, raw.cells, raw.boxes, tables[key])
+    return decoded
+
+
+def cut_box(shape: Shape, cuts: Cuts) -> Box:
+    """The box of a cell on a tensor of ``shape``."""
+    parts = [cut(length, steps) for length, steps in zip(shape, cuts, strict=True)]
+    return Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts))
+
+
+def _cuts_of(tensor: TensorMeta) -> Cuts | None:
+    """The cell that a declared box is, as far as it is known to be one."""
+    if tensor.dtype not in DTYPE_SIZE_BYTES:
+        raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
+    if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
+        raise StateError(
+            f"tensor {tensor.fqn!r}: box {tensor.box} has not the dimensions of {list(tensor.shape)}"
         )
-        for fqn in sorted(meta)
-    )
-    catalogue = Catalogue(CATALOGUE_VERSION, world, tuple(tuple(ranks) for ranks, _ in classes), tensors_out)
+    if 0 in tensor.shape:
+        return whole_cuts(len(tensor.shape))
+    if tensor.cuts is None:
+        return _even_cuts(tensor.shape, tensor.box)
+    if len(tensor.cuts) != len(tensor.shape):
+        raise StateError(f"tensor {tensor.fqn!r}: cuts of {len(tensor.cuts)} dimensions")
+    box = cut_box(tensor.shape, tensor.cuts)
+    if box != tensor.box and (box.numel or tensor.box.numel):
+        raise StateError(f"tensor {tensor.fqn!r}: box {tensor.box} is not the part {box} of its cuts")
+    return tensor.cuts
+
+
+def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
+    """The cell of a box that is the whole or one of equal parts in every dimension; other boxes do not tell theirs."""
+    cuts: list[tuple[tuple[int, int], ...]] = []
+    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+        if size <= 0 or length % size or offset % size or not 0 <= offset < length:
+            return None  # as it lies outside, maybe: that is checked later
+        cuts.append(() if size == length else ((length // size, offset // size),))
+    return tuple(cuts)
+
+
+class _Join:
+    """Joins declarations. Tensors that all tables put at the same places share one grid."""
+
+    def __init__(self, declared: Mapping[int, Declaration]) -> None:
+        self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
+        numbers: dict[int, int] = {}
+        known: dict[tuple[Row, ...], int] = {}
+        for _, declaration in sorted(declared.items()):
+            rows = declaration.tensors
+            number = numbers.get(id(rows))
+            if number is None:
+                number = numbers[id(rows)] = known.setdefault(rows, len(self.tables))
+                if number == len(self.tables):
+                    self.tables.append((rows, []))
+            self.tables[number][1].append(declaration)
+
+    def tensors(self) -> dict[str, tuple[str, Shape, Grid]]:
+        """Dtype, shape and grid of each tensor."""
+        meta: dict[str, tuple[str, Shape, int]] = {}
+        uses: dict[str, set[tuple[int, int]]] = {}
+        for number, (rows, members) in enumerate(self.tables):
+            places = places_of(rows)
+            for declaration in members:
+                declaration.check(places)
+            for row in rows:
+                kept = meta.setdefault(row.fqn, (row.dtype, row.shape, members[0].rank))
+                if kept[:2] != (row.dtype, row.shape):
+                    raise StateError(
+                        f"tensor {row.fqn!r}: rank {kept[2]} declares {kept[0]} {list(kept[1])}, "
+                        f"rank {members[0].rank} declares {row.dtype} {list(row.shape)}"
+                    )
+                uses.setdefault(row.fqn, set()).add((number, row.place))
+        grids: dict[tuple[frozenset[tuple[int, int]], Shape], Grid] = {}
+        out: dict[str, tuple[str, Shape, Grid]] = {}
+        for fqn, (dtype, shape, _) in meta.items():
+            listed = any(place < 0 for _, place in uses[fqn])
+            key = (frozenset(uses[fqn]), shape if listed else ())
+            if key not in grids:
+                grids[key] = self._grid(key[0], shape if listed else None)
+            out[fqn] = (dtype, shape, grids[key])
+        return out
+
+    def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
+        """Cells, or (with a shape) boxes, and who holds them."""
+        if shape is None:
+            cells: dict[Cuts, list[int]] = {}
+            for number, place in uses:
+                for declaration in self.tables[number][1]:
+                    cells.setdefault(declaration.cells[place], []).append(declaration.rank)
+            return Grid(tuple(Cell(cuts, _ascending(ranks)) for cuts, ranks in sorted(cells.items())), ())
+        boxes: dict[Box, list[int]] = {}
+        for number, place in uses:
+            row = Row("", "", shape, place)
+            for declaration in self.tables[number][1]:
+                box = declaration.box(row)
+                if box.numel:
+                    boxes.setdefault(box, []).append(declaration.rank)
+        return Grid((), tuple(Region(b.offsets, b.sizes, _ascending(r)) for b, r in sorted(boxes.items())))
+
+
+def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))
+
+
+def _numbered(
+    world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
+) -> Catalogue:
+    """The catalogue: tensors by name, equal grids once, numbered by their first use."""
+    numbers: dict[Grid, int] = {}
+    same: dict[int, int] = {}  # a grid is large: hashed once, not once per tensor
+    entries: list[TensorEntry] = []
+    for fqn, (dtype, shape, grid) in sorted(tensors.items()):
+        if id(grid) not in same:
+            same[id(grid)] = numbers.setdefault(grid, len(numbers))
+        entries.append(TensorEntry(fqn, dtype, shape, same[id(grid)]))
+    catalogue = Catalogue(CATALOGUE_VERSION, world, absent, tuple(numbers), tuple(entries))
     _check_catalogue(catalogue)
     return catalogue
 
 
-def _normalised(tensors: Iterable[TensorMeta]) -> Iterable[TensorMeta]:
-    """Drop boxes without elements; an empty tensor keeps one box, the whole (invariant 2)."""
-    for tensor in tensors:
-        if tensor.dtype not in DTYPE_SIZE_BYTES:
-            raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
-        if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
-            raise StateError(
-                f"tensor {tensor.fqn!r}: box {tensor.box} has not the dimensions of {list(tensor.shape)}"
-            )
-        if math.prod(tensor.shape) == 0:
-            yield TensorMeta(tensor.fqn, tensor.dtype, tensor.shape, Box.whole(tensor.shape))
-        elif tensor.box.numel != 0:
-            yield tensor
+def _of_version_1(data: bytes) -> Catalogue:
+    old = catalogue_v1.decode(data)
+    tensors = {t.fqn: (t.dtype, t.shape, Grid((), catalogue_v1.regions(old, t))) for t in old.tensors}
+    return _numbered(old.world, catalogue_v1.absent(old), tensors)
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
     """Refuse a catalogue that breaks an invariant."""
-    if catalogue.version != CATALOGUE_VERSION:
-        raise StateError(f"catalogue version {catalogue.version}, this reader knows {CATALOGUE_VERSION}")
     if len(catalogue.tensors) > TENSORS_MAX:
         raise StateError(f"catalogue of {len(catalogue.tensors)} tensors; the limit is {TENSORS_MAX}")
-    ranks = [rank for members in catalogue.classes for rank in members]
-    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < catalogue.world for rank in ranks):
-        raise StateError(f"catalogue: the layout classes do not partition ranks below {catalogue.world}")
-    if any(not members or list(members) != sorted(members) for members in catalogue.classes):
-        raise StateError("catalogue: a layout class is empty or not ascending")
-    names = [tensor.fqn for tensor in catalogue.tensors]
-    if any(a >= b for a, b in pairwise(names)):
+    absent = catalogue.absent
+    if any(a >= b for a, b in pairwise(absent)) or any(not 0 <= r < catalogue.world for r in absent):
+        raise StateError("catalogue: the absent ranks are not ascending numbers below the world")
+    for grid in catalogue.grids:
+        grid.check(catalogue.world)
+        if not grid.ranks.isdisjoint(absent):
+            raise StateError("catalogue: an absent rank holds something")
+    if any(a.fqn >= b.fqn for a, b in pairwise(catalogue.tensors)):
         raise StateError("catalogue: tensors are not sorted by unique names")
+    used = 0
+    places: set[tuple[int, Shape]] = set()
     for tensor in catalogue.tensors:
-        _check_tensor(tensor, len(catalogue.classes))
+        _check_tensor(tensor)
+        if not 0 <= tensor.grid <= min(used, len(catalogue.grids) - 1):
+            raise StateError(f"tensor {tensor.fqn!r}: grid {tensor.grid} is unknown or not the next one")
+        used = max(used, tensor.grid + 1)
+        if (tensor.grid, tensor.shape) not in places:
+            places.add((tensor.grid, tensor.shape))
+            _check_place(tensor, catalogue.grids[tensor.grid])
+    if used != len(catalogue.grids):
+        raise StateError("catalogue: a grid has no tensor")
 
 
-def _check_tensor(tensor: TensorEntry, classes: int) -> None:
+def _check_tensor(tensor: TensorEntry) -> None:
     check_name(tensor.fqn)
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.shape) > DIMENSIONS_MAX or any(not 0 <= n < 2**48 for n in tensor.shape):
         raise StateError(f"tensor {tensor.fqn!r}: impossible shape {list(tensor.shape)[:DIMENSIONS_MAX]}")
-    if not tensor.boxes:
-        raise StateError(f"tensor {tensor.fqn!r}: no box")
-    whole, previous = Box.whole(tensor.shape), None
-    for entry in tensor.boxes:
-        box = entry.box
+
+
+def _check_place(tensor: TensorEntry, grid: Grid) -> None:
+    """A grid against the shape of one of its tensors."""
+    whole = Box.whole(tensor.shape)
+    if grid.cells and len(grid.cells[0].cuts) != len(tensor.shape):
+        raise StateError(f"tensor {tensor.fqn!r}: its cells have not {len(tensor.shape)} dimensions")
+    for region in grid.boxes:
+        box = Box(region.offsets, region.sizes)
         if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
             raise StateError(
                 f"tensor {tensor.fqn!r}: box {list(box.offsets)} has not {len(tensor.shape)} dimensions"
@@ -369,13 +535,6 @@ def _check_tensor(tensor: TensorEntry, classes: int) -> None:
             raise StateError(f"tensor {tensor.fqn!r}: box {box} is outside {list(tensor.shape)}")
         if box.numel == 0 and box != whole:
             raise StateError(f"tensor {tensor.fqn!r}: box {box} has no element")
-        if previous is not None and box <= previous:
-            raise StateError(f"tensor {tensor.fqn!r}: boxes are not sorted and unique")
-        if not entry.classes or any(not 0 <= c < classes for c in entry.classes):
-            raise StateError(f"tensor {tensor.fqn!r}: box {box} names unknown layout classes")
-        if any(a >= b for a, b in pairwise(entry.classes)):
-            raise StateError(f"tensor {tensor.fqn!r}: classes of box {box} are not sorted and unique")
-        previous = box
 
 
 def check_name(fqn: str) -> None:
@@ -388,78 +547,3 @@ def check_name(fqn: str) -> None:
         raise StateError(f"tensor name of {len(fqn)} characters; allowed are 1 to {FQN_LENGTH_MAX}")
     if fqn == "__metadata__" or any(c < " " or c == "\x7f" for c in fqn):
         raise StateError(f"tensor name {fqn!r} is reserved or holds control characters")
-
-
-def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """What of ``box`` none of ``covers`` covers, as disjoint boxes."""
-    rest = [box] if box.numel else []
-    for cover in covers:
-        if not rest:
-            break
-        rest = [piece for part in rest for piece in _minus(part, cover)]
-    return rest
-
-
-def _minus(box: Box, cover: Box) -> list[Box]:
-    """``box`` without ``cover``: at most two slabs per dimension."""
-    common = box.intersect(cover)
-    if common is None:
-        return [box]
-    pieces: list[Box] = []
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for d in range(len(offsets)):
-        before = common.offsets[d] - offsets[d]
-        after = offsets[d] + sizes[d] - common.ends[d]
-        if before:
-            pieces.append(_with(offsets, sizes, d, offsets[d], before))
-        if after:
-            pieces.append(_with(offsets, sizes, d, common.ends[d], after))
-        offsets[d], sizes[d] = common.offsets[d], common.sizes[d]
-    return pieces
-
-
-def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, length: int) -> Box:
-    return Box((*offsets[:d], offset, *offsets[d + 1 :]), (*sizes[:d], length, *sizes[d + 1 :]))
-
-
-def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The flat (C-order) element range [start, stop) of an array of ``sizes`` as boxes, in flat order.
-
-    At most ``2 * dimensions - 1`` boxes; each is itself one contiguous flat range. This is how to declare the shards
-    of an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
-
-    Raises:
-        StateError: the range is outside the array.
-    """
-    if not 0 <= start <= stop <= math.prod(sizes):
-        raise StateError(f"flat range {start}:{stop} is outside an array of {list(sizes)}")
-    if start == stop:
-        return []
-    if not sizes:
-        return [Box((), ())]
-    inner = math.prod(sizes[1:])
-    boxes: list[Box] = []
-    first, last = -(-start // inner), stop // inner
-    if first > last:  # inside one row
-        return _prefixed(
-            first - 1, flat_range_boxes(sizes[1:], start - (first - 1) * inner, stop - last * inner)
-        )
-    if start < first * inner:
-        boxes += _prefixed(first - 1, flat_range_boxes(sizes[1:], start - (first - 1) * inner, inner))
-    if first < last:
-        boxes.append(Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])))
-    if last * inner < stop:
-        boxes += _prefixed(last, flat_range_boxes(sizes[1:], 0, stop - last * inner))
-    return boxes
-
-
-def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
-    """The flat (C-order) elements [start, stop) of a box as boxes in the coordinates of the box, in flat order."""
-    return [
-        Box(tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes)
-        for part in flat_range_boxes(box.sizes, start, stop)
-    ]
-
-
-def _prefixed(row: int, boxes: Iterable[Box]) -> list[Box]:
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]

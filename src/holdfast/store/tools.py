@@ -49,10 +49,10 @@ def holdings(path: Place, pattern: str = "*") -> list[Holding]:
     """
     catalogue = load_catalogue(path)
     return [
-        Holding(t.fqn, t.dtype, t.shape, e.box, catalogue.members(e.classes))
+        Holding(t.fqn, t.dtype, t.shape, box, ranks)
         for t in catalogue.tensors
-        for e in t.boxes
         if fnmatchcase(t.fqn, pattern)
+        for box, ranks in catalogue.boxes(t)
     ]
 
 

@@ -119,11 +119,11 @@ def test_get_ckpt_path_with_strategy(exported: Path) -> None:
 
 
 def test_uneven_layouts_are_refused_by_name() -> None:
-    tensor = TensorEntry("w", "F32", (5, 2), ())
+    tensor = TensorEntry("w", "F32", (5, 2), 0)
     with pytest.raises(StateError, match=r"'w'.*no even grid"):
         describe(tensor, [Box((0, 0), (3, 2)), Box((3, 0), (2, 2))])
     with pytest.raises(StateError, match=r"'v'.*no even grid"):
-        swapped = TensorEntry("v", "F32", (4, 2), ())
+        swapped = TensorEntry("v", "F32", (4, 2), 0)
         describe(
             swapped, [Box((0, 0), (2, 2)), Box((2, 0), (2, 2)), Box((2, 0), (2, 2)), Box((0, 0), (2, 2))]
         )
@@ -131,7 +131,7 @@ def test_uneven_layouts_are_refused_by_name() -> None:
 
 def test_a_grid_in_two_dimensions() -> None:
     """Eight ranks: rows by the second axis, columns by the fourth, the others replicate."""
-    tensor = TensorEntry("w", "F32", (4, 6), ())
+    tensor = TensorEntry("w", "F32", (4, 6), 0)
     boxes = [Box((2 * (rank // 4 % 2), 3 * (rank % 2)), (2, 3)) for rank in range(8)]
     assert describe(tensor, boxes) == ([2, 2, 2], [2, 0])
 

@@ -141,14 +141,12 @@ def _step_in(loaded: Mapping[str, Any]) -> int | None:
 def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
     """The box of each tensor that a rank holds."""
     boxes: dict[str, Box] = {}
-    for tensor in catalogue.tensors:
-        for entry in tensor.boxes:
-            if any(rank in catalogue.classes[c] for c in entry.classes):
-                if tensor.fqn in boxes:
-                    raise StateError(
-                        f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
-                    )
-                boxes[tensor.fqn] = entry.box
+    for tensor, box in catalogue.held_by(rank):
+        if tensor.fqn in boxes:
+            raise StateError(
+                f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
+            )
+        boxes[tensor.fqn] = box
     return boxes
 
 

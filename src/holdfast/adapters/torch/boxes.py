@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.errors import StateError
+from holdfast.store.grid import Cuts, cut
 from holdfast.store.layout import Box
 
 DTYPES: dict[torch.dtype, str] = {
@@ -175,6 +176,30 @@ def _runs(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[in
     breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
     edges = [0, *breaks, index.numel()]
     return [(int(index[a]), a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
+    """The regular cut that gives this rank its one box; None when there are several, or no such cut."""
+    if not isinstance(tensor, DTensor) or len(boxes) != 1:
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # a rank outside of the mesh has no box
+    cuts = []
+    for dim in range(tensor.ndim):
+        steps = [
+            (tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+            for mesh_dim, placement in enumerate(tensor.placements)
+            if getattr(placement, "dim", None) == dim and tensor.device_mesh.size(mesh_dim) > 1
+        ]
+        if any(
+            type(placement) is not Shard for placement in tensor.placements if not placement.is_replicate()
+        ):
+            steps.reverse()  # a strided placement is applied after the ones that follow it
+        offset, size = cut(tensor.shape[dim], steps)
+        if size != boxes[0].sizes[dim] or (size and offset != boxes[0].offsets[dim]):
+            return None
+        cuts.append(tuple(steps))
+    return tuple(cuts)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -27,6 +27,7 @@ from holdfast.adapters.torch.boxes import (
     Part,
     byte_view,
     copy_bytes,
+    cuts_of,
     global_shape,
     is_direct,
     local_of,
@@ -114,7 +115,9 @@ class Collected:
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """What this rank holds."""
         metas = [
-            TensorMeta(fqn, DTYPES[tensor.dtype], global_shape(tensor), box)
+            TensorMeta(
+                fqn, DTYPES[tensor.dtype], global_shape(tensor), box, cuts_of(tensor, list(self.parts(fqn)))
+            )
             for fqn, tensor in self.tensors.items()
             for box in self.parts(fqn)
         ]

@@ -1,0 +1,128 @@
+"""Rectangular regions of tensors, and what is left of one when others are taken away.
+
+Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from holdfast.errors import StateError
+from holdfast.store.grid import Shape
+
+
+class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A region of a tensor: ``offsets[d] <= index[d] < offsets[d] + sizes[d]`` in every dimension d (elements)."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """The box of a complete tensor."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> Shape:
+        """First index after the box, per dimension."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None when it has no element."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(lambda a, b, o: min(a, b) - o, self.ends, other.ends, offsets))
+        return None if any(s <= 0 for s in sizes) else Box(offsets, sizes)
+
+    def contains(self, other: Box) -> bool:
+        """True when every element of ``other`` is in this box."""
+        return all(
+            a <= c and c + d <= a + b
+            for a, b, c, d in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
+        return f"[{inside}]"
+
+
+def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
+    """What of ``box`` none of ``covers`` covers, as disjoint boxes."""
+    rest = [box] if box.numel else []
+    for cover in covers:
+        if not rest:
+            break
+        rest = [piece for part in rest for piece in _minus(part, cover)]
+    return rest
+
+
+def _minus(box: Box, cover: Box) -> list[Box]:
+    """``box`` without ``cover``: at most two slabs per dimension."""
+    common = box.intersect(cover)
+    if common is None:
+        return [box]
+    pieces: list[Box] = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for d in range(len(offsets)):
+        before = common.offsets[d] - offsets[d]
+        after = offsets[d] + sizes[d] - common.ends[d]
+        if before:
+            pieces.append(_with(offsets, sizes, d, offsets[d], before))
+        if after:
+            pieces.append(_with(offsets, sizes, d, common.ends[d], after))
+        offsets[d], sizes[d] = common.offsets[d], common.sizes[d]
+    return pieces
+
+
+def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, length: int) -> Box:
+    return Box((*offsets[:d], offset, *offsets[d + 1 :]), (*sizes[:d], length, *sizes[d + 1 :]))
+
+
+def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The flat (C-order) element range [start, stop) of an array of ``sizes`` as boxes, in flat order.
+
+    At most ``2 * dimensions - 1`` boxes; each is itself one contiguous flat range. This is how to declare the shards
+    of an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
+
+    Raises:
+        StateError: the range is outside the array.
+    """
+    if not 0 <= start <= stop <= math.prod(sizes):
+        raise StateError(f"flat range {start}:{stop} is outside an array of {list(sizes)}")
+    if start == stop:
+        return []
+    if not sizes:
+        return [Box((), ())]
+    inner = math.prod(sizes[1:])
+    boxes: list[Box] = []
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # inside one row
+        return _prefixed(
+            first - 1, flat_range_boxes(sizes[1:], start - (first - 1) * inner, stop - last * inner)
+        )
+    if start < first * inner:
+        boxes += _prefixed(first - 1, flat_range_boxes(sizes[1:], start - (first - 1) * inner, inner))
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:])))
+    if last * inner < stop:
+        boxes += _prefixed(last, flat_range_boxes(sizes[1:], 0, stop - last * inner))
+    return boxes
+
+
+def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
+    """The flat (C-order) elements [start, stop) of a box as boxes in the coordinates of the box, in flat order."""
+    return [
+        Box(tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes)
+        for part in flat_range_boxes(box.sizes, start, stop)
+    ]
+
+
+def _prefixed(row: int, boxes: Iterable[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
