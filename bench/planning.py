@@ -61,7 +61,7 @@ def tensor_data(rank: int, ranks: int, number: int, tensors: int) -> Steps | Non
 
 def two_dimensions(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
     """Tensor parallel over 8, each part sharded over all the others; the same dimension is cut twice."""
-    steps = {number % 2: ((8, rank % 8),)}
+    steps: Steps = {number % 2: ((8, rank % 8),)}
     steps[0] = (*steps.get(0, ()), (ranks // 8, rank // 8))
     return steps
 

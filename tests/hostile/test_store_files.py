@@ -129,9 +129,14 @@ def listed(*boxes: list[list[int]]) -> object:
 
 def old(**changes: object) -> Callable[[Any], Any]:
     """A catalogue of version 1 for the one rank and tensor of the test, with changes."""
-    tensor = {"fqn": "w", "dtype": "U64", "shape": [6, 10], "boxes": [[[0, 0], [6, 10], [0]]]}
+    tensor: dict[str, object] = {
+        "fqn": "w",
+        "dtype": "U64",
+        "shape": [6, 10],
+        "boxes": [[[0, 0], [6, 10], [0]]],
+    }
     tensor.update({key: value for key, value in changes.items() if key in tensor})
-    tree = {"version": 1, "world": 1, "classes": [[0]], "tensors": [tensor]}
+    tree: dict[str, object] = {"version": 1, "world": 1, "classes": [[0]], "tensors": [tensor]}
     tree.update({key: value for key, value in changes.items() if key in tree})
     return lambda _tree: tree
 

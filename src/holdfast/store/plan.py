@@ -203,9 +203,12 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         items: list[WriteItem] = []
         for ranks, boxes in self._streams(rank).items():
             items += [WriteItem(fqn, box, part) for fqn, box, part in self._stretch(ranks, rank, boxes)]
-        if rank == min(self.sources):  # what has no bytes belongs to nobody's stream
-            empty = [tensor for tensor in self.catalogue.tensors if not tensor.size_bytes]
-            items += [WriteItem(t.fqn, Box.whole(t.shape), Box.whole(t.shape)) for t in empty]
+        # What has no bytes is in no stream: the first holders write it.
+        empty = [tensor for tensor in self.catalogue.tensors if not tensor.size_bytes]
+        for tensor in empty:
+            alive = sorted(self.catalogue.grids[tensor.grid].ranks & self.sources) or [min(self.sources)]
+            if rank in alive[: self.copies]:
+                items.append(WriteItem(tensor.fqn, Box.whole(tensor.shape), Box.whole(tensor.shape)))
         return tuple(sorted(items))
 
     def _streams(self, rank: int) -> dict[tuple[int, ...], list[tuple[str, Box, int]]]:

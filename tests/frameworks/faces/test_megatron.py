@@ -43,8 +43,7 @@ def test_lost_rank_costs_no_step(
     assert digests[0] == digests[2] != digests[1] == digests[3]
     (root,) = tmp_path.glob("runs/*/disturbed/checkpoints")
     catalogue = load_catalogue(Path(Root(root).list()[0].path))
-    found = [Box(entry.offsets, entry.sizes) for entry in catalogue.by_fqn[name].boxes]
-    holders = {box: catalogue.holders(name, box) for box in found}
+    holders = dict(catalogue.boxes(catalogue.by_fqn[name]))
     assert set(holders.values()) == {(0, 2), (1, 3)}
     assert boxes is None or holders == boxes
 
