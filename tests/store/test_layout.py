@@ -85,7 +85,9 @@ def test_catalogue_is_canonical_and_complete(world: World) -> None:
     assert Catalogue.from_json(catalogue.to_json()) == catalogue
     declared = [{(fqn, box) for fqn, box in held if box.numel} for held in world.held]
     for rank in range(world.size):
-        assert {(t.fqn, b) for t, b in catalogue.held_by(rank) if b.numel} == declared[rank]
+        own = catalogue.held_by(rank)
+        assert {(t.fqn, box) for t, box, _ in own if box.numel} == declared[rank]
+        assert all(catalogue.holders(t.fqn, box) == ranks for t, box, ranks in own)
     for tensor in catalogue.tensors:
         for box, ranks in catalogue.boxes(tensor):
             assert catalogue.holders(tensor.fqn, box) == ranks != ()

@@ -89,18 +89,13 @@ class Copies:
 
 
 def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) -> tuple[Group, ...]:
-    own = next((index for index, ranks in enumerate(catalogue.classes) if rank in ranks), -1)
     found: dict[tuple[int, ...], list[Extent]] = {}
-    for tensor in catalogue.tensors:
-        if not compared(tensor.fqn):
-            continue
-        for entry in tensor.boxes:
-            size = entry.box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
-            if size and own in entry.classes and (len(entry.classes) > 1 or len(catalogue.classes[own]) > 1):
-                found.setdefault(entry.classes, []).append(Extent(tensor.fqn, entry.box, 0, size))
+    for tensor, box, holders in catalogue.held_by(rank):
+        size = box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
+        if size and len(holders) > 1 and compared(tensor.fqn):
+            found.setdefault(holders, []).append(Extent(tensor.fqn, box, 0, size))
     groups = []
-    for classes, extents in sorted(found.items()):
-        holders = catalogue.members(classes)
+    for holders, extents in sorted(found.items()):
         factor = 1 if holders[0] != rank else 1 - len(holders)
         groups.append(Group(holders, factor, tuple(extents), sum(e.stop for e in extents)))
     return tuple(groups)

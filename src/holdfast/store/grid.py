@@ -96,6 +96,10 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         """All ranks that hold something of it."""
         return frozenset(rank for ranks in self.holders for rank in ranks)
 
+    def entries_of(self, rank: int) -> list[int]:
+        """The cells (or listed boxes) of one rank."""
+        return [entry for entry, ranks in enumerate(self.holders) if rank in ranks]
+
     @cached_property
     def _listed(self) -> tuple[Integers, Integers]:
         """Offsets and sizes of the boxes: [boxes, dimensions]."""

@@ -32,7 +32,7 @@ from holdfast.store.box import Box as Box
 from holdfast.store.box import flat_range_boxes as flat_range_boxes
 from holdfast.store.box import flat_regions as flat_regions
 from holdfast.store.box import subtract as subtract
-from holdfast.store.grid import Cell, Cuts, Grid, Region, cut, whole_cuts
+from holdfast.store.grid import Cell, Cuts, Grid, Held, Region, cut, whole_cuts
 from holdfast.store.grid import Shape as Shape
 
 CATALOGUE_VERSION = 2
@@ -295,21 +295,25 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
     def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
         """All distinct boxes of a tensor with their holders, sorted."""
         grid = self.grids[tensor.grid]
-        held, holders = grid.on(tensor.shape), grid.holders
-        rows = zip(held.offsets.tolist(), held.sizes.tolist(), held.entry.tolist(), strict=True)
-        return sorted(
-            (Box(tuple(offsets), tuple(sizes)), held.joined.get(place, holders[entry]))
-            for place, (offsets, sizes, entry) in enumerate(rows)
-        )
+        held = grid.on(tensor.shape)
+        return _some_boxes(grid, held, range(len(held.entry)))
 
-    def held_by(self, rank: int) -> list[tuple[TensorEntry, Box]]:
-        """The boxes of one rank, sorted."""
+    def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
+        """The boxes of one rank with all their holders, sorted by tensor and region."""
+        entries = [grid.entries_of(rank) for grid in self.grids]
+        known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
+        for tensor in self.tensors:
+            key = (tensor.grid, tensor.shape)
+            if key not in known and len(entries[tensor.grid]):
+                grid = self.grids[tensor.grid]
+                held = grid.on(tensor.shape)
+                own = set(np.nonzero(np.isin(held.entry, entries[tensor.grid]))[0].tolist())
+                own |= {place for place, ranks in held.joined.items() if rank in ranks}
+                known[key] = _some_boxes(grid, held, own)
         return [
-            (tensor, box)
+            (tensor, box, ranks)
             for tensor in self.tensors
-            if rank in self.grids[tensor.grid].ranks
-            for box, ranks in self.boxes(tensor)
-            if rank in ranks
+            for box, ranks in known.get((tensor.grid, tensor.shape), ())
         ]
 
     def holders(self, fqn: str, box: Box) -> tuple[int, ...]:
@@ -387,6 +391,16 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
     if box != tensor.box and (box.numel or tensor.box.numel):
         raise StateError(f"tensor {tensor.fqn!r}: box {tensor.box} is not the part {box} of its cuts")
     return tensor.cuts
+
+
+def _some_boxes(grid: Grid, held: Held, places: Iterable[int]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Boxes of a grid on a shape with their holders, sorted."""
+    holders = grid.holders
+    found = []
+    for place in places:
+        box = Box(tuple(held.offsets[place].tolist()), tuple(held.sizes[place].tolist()))
+        found.append((box, held.joined.get(place, holders[held.entry[place]])))
+    return sorted(found)
 
 
 def _even_cuts(shape: Shape, box: Box) -> Cuts | None:

@@ -141,7 +141,7 @@ def _step_in(loaded: Mapping[str, Any]) -> int | None:
 def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
     """The box of each tensor that a rank holds."""
     boxes: dict[str, Box] = {}
-    for tensor, box in catalogue.held_by(rank):
+    for tensor, box, _ in catalogue.held_by(rank):
         if tensor.fqn in boxes:
             raise StateError(
                 f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
