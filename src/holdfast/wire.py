@@ -36,6 +36,7 @@ WireMessage = (
     | m.Settled
     | m.SaveReported
     | m.StateOffered
+    | m.StateRefused
     | m.JoinAsked
     | m.Joined
     | m.StepReached

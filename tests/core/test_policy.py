@@ -37,6 +37,13 @@ def situation(**changes: Any) -> Situation:
         ({"unreplaceable": "", "all_alive": True}, "restart_last_gasp", True),
         ({"unreplaceable": "", "failures": (USER_ERROR,)}, "stop_bad_input", True),
         ({"uncovered": "shard 1 is gone"}, "restart_checkpoint", False),
+        ({"uncovered": "shard 1 is gone", "memory_here": 20}, "replace_from_memory", False),
+        ({"uncovered": "shard 1 is gone", "memory_here": 18, "memory_step": 18}, "replace_from_memory", False),
+        ({"uncovered": "shard 1 is gone", "memory_step": 0}, "restart_from_memory", False),
+        ({"unreplaceable": "", "memory_here": 20}, "replace", False),
+        ({"memory_step": 18}, "restart_last_gasp", True),
+        ({"all_alive": True, "all_sound": True, "memory_here": 20}, "retry_in_place", False),
+        ({"uncovered": "shard 1 is gone", "checkpoint_known": False, "memory_step": 18}, "restart_from_memory", False),
         ({"uncovered": "shard 1 is gone", "checkpoint_known": False}, "stop_nothing_to_resume", False),
         ({"step": None, "base_step": 0, "checkpoint_known": False}, "restart_fresh", False),
         ({"session": False, "step": None}, "restart_fresh", False),
@@ -49,6 +56,15 @@ def test_rungs(changes: dict[str, Any], action: str, save: bool) -> None:
     verdict = judge(0.0, situation(**changes), [], CONFIG)
     assert (verdict.action, verdict.save) == (action, save)
     assert verdict.stops == (action in STOP_CODE)
+
+
+def test_steps_that_are_done_again_are_counted() -> None:
+    gone = {"uncovered": "shard 1 is gone"}
+    back = judge(0.0, situation(**gone, memory_here=18, memory_step=18), [], CONFIG)
+    assert back.memory_step == 18 and "2 steps are done again" in back.reason
+    again = judge(0.0, situation(**gone, memory_step=17), [], CONFIG)
+    assert again.memory_step == 17 and "3 steps are done again" in again.reason
+    assert again.evidence == ("not in place: as a test", "shard 1 is gone")
 
 
 def test_losing_steps_names_the_reason() -> None:

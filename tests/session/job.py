@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import holdfast
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.rng import reseed, sample_seed, seed_all
+from holdfast.store import memory
 
 SEED = 7
 WIDTH = 24
@@ -80,6 +81,9 @@ def build(layout: str, world: int) -> tuple[Net, nn.Module]:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(net.body, mesh=mesh)
         fully_shard(net, mesh=mesh)
+    elif layout == "fsdp":
+        fully_shard(net.body)
+        fully_shard(net)
     return net, wrapped
 
 
@@ -139,6 +143,8 @@ class Faults:
         self.die = self._at(arguments.die, rank)
         self.ask = self._at(arguments.ask_exit, rank)
         self.die_all = arguments.die_all
+        self.die_copying = self._at(arguments.die_copying, rank)
+        self.rot = arguments.rot
 
     def _at(self, spec: str, rank: int) -> int:
         at_rank, _, step = spec.partition("@")
@@ -152,13 +158,39 @@ class Faults:
                 inner.sever()
         if step == self.die and not marker.exists():
             marker.write_text("")
+            if self.rot:
+                self._flip_bits()
             os.kill(os.getpid(), 9)
+        if step == self.die_copying and not marker.exists():
+            marker.write_text("")
+            self._die_copying()
         if step == self.die_all and not marker.exists():
             marker.write_text(str(os.getpid()))
             self._kill_all(marker.parent)
         if step == self.ask and not marker.exists():
             marker.write_text("")
             os.kill(os.getpid(), 12)
+
+    def _die_copying(self) -> None:
+        """In the middle of the next state that is kept in memory."""
+        copy, boxes = memory._copy, iter(range(3))
+
+        def copy_or_die(data: memoryview, goal: memoryview) -> int:
+            if next(boxes, None) is None:
+                os.kill(os.getpid(), 9)
+            return copy(data, goal)
+
+        memory._copy = copy_or_die
+
+    def _flip_bits(self) -> None:
+        """One in each state of this rank that is kept in memory."""
+        pages = Path(os.environ["HOLDFAST_RUN_DIR"]) / "pages"
+        for path in pages.glob(f"memory-{int(os.environ['RANK']):05d}-*"):
+            with path.open("r+b") as file:
+                file.seek(4096)
+                byte = file.read(1)[0]
+                file.seek(4096)
+                file.write(bytes([byte ^ 16]))
 
     def _kill_all(self, place: Path) -> None:
         """Rank 0 kills everybody at once, when all are there; nobody is left to tell of the fault."""
@@ -177,13 +209,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--checkpoint", default=None)
-    parser.add_argument("--save-every", type=int, default=None)
-    parser.add_argument("--bare", action="store_true")
+    for name in ("--save-every", "--memory"):
+        parser.add_argument(name, type=int, default=None)
+    for name in ("--bare", "--rot", "--compiled"):
+        parser.add_argument(name, action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--die", default="")
     parser.add_argument("--die-all", type=int, default=-1)
+    parser.add_argument("--die-copying", default="")
     parser.add_argument("--ask-exit", default="")
-    parser.add_argument("--compiled", action="store_true")
     arguments = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
@@ -224,6 +258,7 @@ def main() -> None:
             checkpoint=arguments.checkpoint,
             seed=SEED,
             save_every_steps=arguments.save_every,
+            memory=arguments.memory,
         ) as s:
             for step_ in s.steps(loader, until=arguments.steps):
                 if step_.number == 2:

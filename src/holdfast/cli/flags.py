@@ -133,6 +133,8 @@ FLAGS: tuple[Flag, ...] = (
          50),
     _own("--replace-slower-than", "number", "replace a rank whose steps take so many times as long as the others' "
          "(waiting left out); 0: only report it", 0.0),
+    _own("--memory-every", "whole", "every so many steps each rank keeps its state in shared memory that outlives it, "
+         "for layouts in which one rank alone holds a part of the state; 0: never", 0),
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
 )  # fmt: skip
 

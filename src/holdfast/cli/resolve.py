@@ -66,8 +66,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     notes = _refuse_and_note(values, given)
     values, given, rank_table, device_ids = place(values, given)
     nodes = _nodes(values, given)
-    kind = _kind(values)
-    target = _target(kind, script)
+    kind, target = _kind(values), _target(_kind(values), script)
     nproc = worker_count(str(values["nproc_per_node"]))
     run_id = _run_id(values["run_id"], script)
     run_id = f"{run_id}-{nodes.node}" if nodes.several else run_id
@@ -102,6 +101,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         hang_start_s=_at_least(values, "hang_start", 1.0),
         verify_every=int(_at_least(values, "verify_every", 0)),
         replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
+        memory_every=int(_at_least(values, "memory_every", 0)),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_grace_s(values, given),
         framework=_framework(str(values["framework"])),

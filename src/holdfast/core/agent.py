@@ -58,6 +58,7 @@ from holdfast.core.messages import (
     Settled,
     StartMembers,
     StateOffered,
+    StateRefused,
     StepReached,
     StopRun,
     Tick,
@@ -81,7 +82,7 @@ REMEMBERED = (
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
-UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, JoinAsked, Joined)
+UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined)
 """What a worker says; everything else that names a member is said to it."""
 
 

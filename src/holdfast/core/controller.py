@@ -46,6 +46,7 @@ from holdfast.core.messages import (
     SessionOpened,
     Settled,
     StateOffered,
+    StateRefused,
     StepReached,
     StopRun,
     Tick,
@@ -56,6 +57,9 @@ from holdfast.core.messages import (
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import CopiesDiffer, Evidence, Moved, Paced, Stalled
+
+PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
+"""What counts in the newest generation only."""
 
 
 class Controller:
@@ -158,9 +162,7 @@ class Controller:
                 self.corruption.differ(now, member, event)
             case SaveReported():
                 self._save_reported(now, member, event)
-            case Settled() | FaultSeen() | StepReached() | StateOffered() | JoinAsked() | Joined() if (
-                not is_stale(event.generation, self.job.generation)
-            ):
+            case _ if isinstance(event, PROTOCOL) and not is_stale(event.generation, self.job.generation):
                 self._protocol(now, member, event)
             case _:
                 return
@@ -169,6 +171,8 @@ class Controller:
         match event:
             case StateOffered():
                 self.recovery.offered(member, event)
+            case StateRefused():
+                self.recovery.refused(now, member, event)
             case JoinAsked():
                 self.recovery.join_asked(member)
             case Joined():

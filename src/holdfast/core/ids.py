@@ -48,6 +48,15 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
         return Generation(word >> 32, word & 0xFFFFFFFF)
 
 
+MEMORY = "memory@"
+"""In place of a save's directory: start from what each rank has in memory."""
+
+
+def memory_name(step: int) -> str:
+    """The states of ``step`` in memory, where a save is named to resume from."""
+    return f"{MEMORY}{step}"
+
+
 NO_GENERATION = Generation(0, 0)
 
 

@@ -31,12 +31,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all messages; the tag is the class name."""
 
 
-class Text(msgspec.Struct, frozen=True):
-    """A traceback or log tail, already cut to ``TEXT_SIZE_MAX``."""
-
-    text: str = ""
-
-
 # ---------------------------------------------------------------- worker -> agent -> controller
 
 
@@ -102,6 +96,8 @@ class Settled(Message, frozen=True):
     step: int
     freed_ns: int = 0  # CLOCK_MONOTONIC when the main thread was out of its collective
     away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
+    kept: tuple[int, ...] = ()  # steps whose states of this rank are in memory, for the memory tier
+    rewind: int = -1  # it can go back in place to a kept state of this step or later; -1: it cannot
 
 
 class SaveReported(Message, frozen=True):
@@ -126,6 +122,15 @@ class StateOffered(Message, frozen=True):
     step: int
     host: str
     port: int
+
+
+class StateRefused(Message, frozen=True):
+    """The state of ``step`` that this rank has in memory does not fit its digest, and was dropped: decide again."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    reason: str
 
 
 class JoinAsked(Message, frozen=True):
@@ -207,6 +212,9 @@ class Settle(Message, frozen=True):
     step: int
     save: SaveOrder | None = None
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
+    rewind: int = (
+        -1
+    )  # all go back to the state of this step that each has in memory; -1: they stay at ``step``
 
 
 class Receive(Message, frozen=True):
@@ -220,6 +228,7 @@ class Receive(Message, frozen=True):
     layout_version: int  # of the rank's own layout
     catalogued_version: int  # of the newest complete catalogue, -1 for none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
+    kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
 
 
 class Resume(Message, frozen=True):
@@ -355,6 +364,7 @@ class MemberExited(Message, frozen=True):
     local: bytes = b""  # rank-local values (JSON) of the last committed step
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
     staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
+    kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory
 
 
 class Assignment(msgspec.Struct, frozen=True):

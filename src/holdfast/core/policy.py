@@ -24,7 +24,9 @@ from holdfast.exits import Exit
 Action = Literal[
     "retry_in_place",
     "replace",
+    "replace_from_memory",
     "restart_last_gasp",
+    "restart_from_memory",
     "restart_checkpoint",
     "restart_fresh",
     "stop_user_bug",
@@ -90,6 +92,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
     checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
     unequal: str = ""  # why no state of the living is trusted; empty: it is
+    memory_here: int = -1  # lost ranks can be replaced, beside the living, from states in memory of this step
+    memory_step: int = -1  # all ranks can start again from states in memory of this step
     failures: tuple[Failure, ...] = ()
     room: str = ""  # more ranks can run than do
 
@@ -101,6 +105,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     evidence: tuple[str, ...] = ()
     save: bool = False
+    memory_step: int = -1  # the step of the states in memory that are used
 
     @property
     def stops(self) -> bool:
@@ -147,6 +152,8 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
             reason=f"every box has a living holder at step {situation.step}: only the lost ranks are replaced",
             evidence=_failure_lines(situation),
         )
+    if not situation.all_alive and situation.memory_here >= 0:
+        return _replaced_from_memory(situation, situation.step)
     if savable:
         return Verdict(
             action="restart_last_gasp",
@@ -154,10 +161,23 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
             evidence=(*_not_in_place(situation), *_failure_lines(situation)),
             save=True,
         )
+    return _going_back(situation, situation.step)
+
+
+def _going_back(situation: Situation, step: int) -> Verdict:
+    """The state of ``step`` is lost: from the newest one that is left, all start again."""
+    if situation.memory_step >= 0:
+        return Verdict(
+            action="restart_from_memory",
+            reason=f"every rank has a state of step {situation.memory_step} in memory: "
+            f"{step - situation.memory_step} steps are done again",
+            evidence=(*_not_in_place(situation), situation.uncovered, *_failure_lines(situation)),
+            memory_step=situation.memory_step,
+        )
     if situation.checkpoint_known:
         return Verdict(
             action="restart_checkpoint",
-            reason=f"no last-gasp of step {situation.step}: {situation.uncovered}",
+            reason=f"no last-gasp of step {step}: {situation.uncovered}",
             evidence=_failure_lines(situation),
         )
     if situation.unequal:
@@ -168,8 +188,24 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         )
     return Verdict(
         action="stop_nothing_to_resume",
-        reason=f"step {situation.step} has no living holder and no checkpoint was sealed",
+        reason=f"step {step} has no living holder and no checkpoint was sealed",
         evidence=(situation.uncovered, *_failure_lines(situation)),
+    )
+
+
+def _replaced_from_memory(situation: Situation, step: int) -> Verdict:
+    back = situation.memory_here
+    what = (
+        f"the lost ranks have left their state of step {step} in memory: only they are replaced"
+        if back == step
+        else f"every rank has a state of step {back} in memory: only the lost ones are replaced, "
+        f"all go back from {step}, {step - back} steps are done again"
+    )
+    return Verdict(
+        action="replace_from_memory",
+        reason=what,
+        evidence=(*_not_in_place(situation), *_failure_lines(situation)),
+        memory_step=back,
     )
 
 

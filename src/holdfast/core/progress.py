@@ -169,7 +169,7 @@ class Progress:
         watch.idle_s = 0.0
         if reading.committed == last.committed:
             return
-        watch.steps += reading.committed - last.committed
+        watch.steps += max(1, reading.committed - last.committed)  # a rank may have gone back
         if watch.steps > SAMPLES_MIN:
             self._steps.append(reading.step_s)
             if reading.busy_s:

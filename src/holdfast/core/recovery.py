@@ -26,7 +26,7 @@ from typing import Literal
 from holdfast.core.decision import Decided, decide
 from holdfast.core.fault import Fault, FaultKind, Seen
 from holdfast.core.gasp import Gasp
-from holdfast.core.ids import NodeId
+from holdfast.core.ids import NodeId, memory_name
 from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import (
@@ -40,6 +40,7 @@ from holdfast.core.messages import (
     Settle,
     Settled,
     StateOffered,
+    StateRefused,
 )
 from holdfast.core.phases import PHASES, Phase
 from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict, judge
@@ -72,6 +73,7 @@ class Recovery:
         self._reason = ""
         self._resume = ""
         self._in_place = False
+        self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self._all_opened = False
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
@@ -185,6 +187,12 @@ class Recovery:
         for newcomer in filter(lambda m: m.joining, self.job.roster.living):
             self.remind(newcomer)
 
+    def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
+        """What a rank has in memory is damaged, and gone now: decide again without it."""
+        self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
+        if self.phase == "replacing":
+            self.fence(now, f"the state of rank {member.rank} in memory is refused: {refusal.reason}")
+
     def join_asked(self, member: Member) -> None:
         """A newcomer wants its state."""
         member.asked = True
@@ -293,6 +301,7 @@ class Recovery:
         self._suspicion = None
         self._dead = None
         self._reports = {}
+        self._rewind = -1
         self.decided = None
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
@@ -339,6 +348,7 @@ class Recovery:
             reason=verdict.reason,
             evidence=list(verdict.evidence),
             step=job.step,
+            memory_step=verdict.memory_step,
             at_s=now,
             digest=failure.digest if failure else "",
             failed_step=failure.step if failure else 0,
@@ -367,9 +377,11 @@ class Recovery:
             job.timer("quiesce", job.config.gasp_s)
             self.progress(now)
             return
-        elif verdict.action == "replace":
-            self._replace(decided.sources)
+        elif verdict.action in ("replace", "replace_from_memory"):
+            self._replace(verdict, decided)
             return
+        elif verdict.action == "restart_from_memory":
+            self._resume = memory_name(verdict.memory_step)
         elif job.config.library:
             self.final = (Exit.FAILED, verdict.reason)
         if not verdict.save:
@@ -387,13 +399,17 @@ class Recovery:
             self.remind(member)
         job.timer("gasp", job.config.gasp_s)
 
-    def _replace(self, sources: tuple[int, ...]) -> None:
+    def _replace(self, verdict: Verdict, decided: Decided) -> None:
         job = self.job
         self._then = "replace"
+        kept = verdict.action == "replace_from_memory"
+        if kept and verdict.memory_step != decided.step:
+            self._rewind = job.step = verdict.memory_step
+            job.base_step = min(job.base_step, job.step)
         self._go("replace")
         job.cancel("quiesce")
         job.cancel("quiesce-early")
-        self.replacement.start(sources)
+        self.replacement.start(decided.sources, kept=kept)
         for member in job.roster.living:
             self.remind(member)
         job.timer("startup", job.config.startup_s)
@@ -413,7 +429,15 @@ class Recovery:
                 return None
             order = self.gasp.order
             save = order if order is not None and stands_in(order.sources, member.rank) else None
-            return Settle(member_id=who, generation=generation, step=job.step, save=save, then=self._then)
+            assert self.decided.step is not None
+            return Settle(
+                member_id=who,
+                generation=generation,
+                step=self.decided.step,
+                save=save,
+                then=self._then,
+                rewind=self._rewind,
+            )
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
         if self.phase == "leaving":
@@ -423,7 +447,10 @@ class Recovery:
 
     def _stands_at(self, member: Member, step: int) -> bool:
         report = self._reports.get(member.rank)
-        return report is not None and report.step == step and report.state in ("ready", "aborted", "finished")
+        if report is None or report.state not in ("ready", "aborted", "finished"):
+            return False
+        going_back = self._rewind >= 0 and self.decided is not None and report.step == self.decided.step
+        return report.step == step or going_back
 
     def _resume_in_place(self, now: float) -> None:
         job = self.job
@@ -443,7 +470,10 @@ class Recovery:
             nodes=[str(m.node_id) for m in job.roster.members],
             local_ranks=[m.local_rank for m in job.roster.members],
         )
-        job.record("restored", step=job.step, steps_lost=0, generation=str(job.generation))
+        lost = 0 if self._rewind < 0 or self.decided is None else (self.decided.step or 0) - job.step
+        for fault in self.faults:
+            fault.steps_lost = lost
+        job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))
         for member in job.roster.living:
             member.reached = False
             self.remind(member)

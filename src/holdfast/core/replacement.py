@@ -27,6 +27,7 @@ class Replacement:
         self.job = job
         self.lost = 0  # newcomers of this recovery that were lost before they joined
         self._sources: frozenset[int] = frozenset()
+        self._kept = False  # newcomers take what those before them left in memory
         self._offers: dict[int, StateOffered] = {}
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
 
@@ -55,13 +56,14 @@ class Replacement:
             return "the node of a lost rank is gone"
         return uncovered
 
-    def start(self, sources: Sequence[int]) -> None:
-        """Seat and start a newcomer for each dead rank."""
+    def start(self, sources: Sequence[int], *, kept: bool = False) -> None:
+        """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory."""
         dead = [m for m in self.job.roster.members if not m.alive]
         for member in dead:
             if member.exited is not None and not member.joining:
                 self._pages[member.rank] = member.exited
         self._sources = frozenset(sources)
+        self._kept = kept
         self._offers = {}
         self.job.replace_members(dead)
 
@@ -83,6 +85,7 @@ class Replacement:
             layout_version=job.roster.layouts[member.rank].version,
             catalogued_version=job.roster.catalogued_version,
             local=self.local_of(member),
+            kept=self._kept,
         )
 
     def joined(self, member: Member, message: Joined) -> Settled:
@@ -109,6 +112,11 @@ class Replacement:
     def reports(self) -> list[Report]:
         """What those that were replaced have left."""
         return [Report(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
+
+    @property
+    def staged(self) -> bool:
+        """One of those that were replaced had handed a save to its writer process."""
+        return any(page.staged_step > 0 for page in self._pages.values())
 
     def clear(self) -> None:
         """The job has resumed, or starts anew."""

@@ -11,9 +11,10 @@ The machine is not thread-safe: main thread and client thread share it under the
 
 Invariants:
 1. UPDATING(s) is entered only from VOTING(s) by a passed vote while free, or from IN_DOUBT(s) by a decision.
-2. ``step`` grows by one at block end and never otherwise; it never shrinks.
+2. ``step`` grows by one at block end and never otherwise; it shrinks by a rewind only.
 3. A fenced rank does not begin a step, does not enter a vote and does not act on a vote that passed.
 4. TORN is left by nothing but the end of the process.
+5. A rank goes back only while fenced and out of its block, to a step that all ranks go back to.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class StepEvent(StrEnum):
     APPLY = "apply"
     DISCARD = "discard"
     RETRY = "retry"
+    REWIND = "rewind"
 
 
 When = Literal["free", "fenced", "any"]
@@ -75,6 +77,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition("ready", E.FAIL, "any", "ready"),
     Transition("ready", E.FENCE, "any", "ready"),
     Transition("ready", E.RETRY, "any", "ready"),
+    Transition("ready", E.REWIND, "fenced", "ready"),
     Transition("ready", E.FINISH, "any", "finished"),
     Transition("compute", E.VOTE, "free", "voting"),
     Transition("compute", E.FAIL, "free", "aborted"),
@@ -96,6 +99,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition("aborted", E.FAIL, "any", "aborted"),
     Transition("aborted", E.FENCE, "any", "aborted"),
     Transition("aborted", E.RETRY, "any", "ready"),
+    Transition("aborted", E.REWIND, "fenced", "aborted"),
     Transition("torn", E.FAIL, "any", "torn"),
     Transition("torn", E.FENCE, "any", "torn"),
     Transition("finished", E.FAIL, "any", "finished"),
@@ -230,6 +234,13 @@ class StepMachine:
             if self._state == "starting":
                 return "stay"
         raise self._error(InternalError, f"a decision for step {step} does not fit {self._where()}")
+
+    def rewind(self, step: int) -> None:
+        """This rank holds its state of an earlier ``step`` again, as the decision says for all."""
+        if step > self._step:
+            raise self._error(InternalError, f"back to step {step}, which is ahead")
+        self._apply(E.REWIND)
+        self._step = step
 
     def retry(self, generation: Generation) -> bool:
         """Run the step again in ``generation``: the fence is lifted. False when a newer fence stands."""

@@ -12,6 +12,7 @@ from holdfast.core.decision import Decided, Report
 from holdfast.core.fault import Fault
 from holdfast.core.gasp import Gasp
 from holdfast.core.job import Job
+from holdfast.core.memory import NONE, kept_by, newest_complete, replacement_step
 from holdfast.core.messages import Settled
 from holdfast.core.phases import NO_PAGE
 from holdfast.core.policy import Failure, Situation
@@ -63,9 +64,12 @@ class Survey:
             uncovered=self._why_uncovered(decided),
             checkpoint_known=job.sealed_step >= 0
             or job.base_step > 0
-            or any(m.exited is not None and m.exited.staged_step > 0 for m in members),
-            unreplaceable=self._why_unreplaceable(decided, answers),
+            or any(m.exited is not None and m.exited.staged_step > 0 for m in members)
+            or self.replacement.staged,
+            unreplaceable=self._why_unreplaceable(decided, answers, self._why_no_holder(decided.sources)),
             unequal=job.unequal,
+            memory_here=self._memory_here(decided, answers),
+            memory_step=self._memory_step(decided, answers),
             failures=_failures(faults),
             room=f"there is room for {job.room()} ranks, {job.world_size} run"
             if job.room() > job.world_size
@@ -86,13 +90,27 @@ class Survey:
         uncovered = self._why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
-    def _why_unreplaceable(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+    def _why_unreplaceable(
+        self, decided: Decided, answers: Mapping[int, Settled], uncovered: str = ""
+    ) -> str:
         if self.job.unequal:
             return self.job.unequal
         away = [rank for rank, report in answers.items() if report.away]
         if away:
             return f"rank {min(away)} is not inside its loop"
-        return self.replacement.why_not(decided, self._why_no_holder(decided.sources))
+        return self.replacement.why_not(decided, uncovered)
+
+    def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+        if self._why_unreplaceable(decided, answers):
+            return NONE
+        return replacement_step(decided, self.job.roster.members, answers, self.job.sealed_step)
+
+    def _memory_step(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+        job = self.job
+        if decided.step is None or job.config.alone or job.unequal:
+            return NONE
+        step = newest_complete(kept_by(job.roster.members, answers), decided.step)
+        return step if step >= job.sealed_step else NONE
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:
         job = self.job

@@ -68,6 +68,7 @@ from holdfast.runtime.rundir import RunDir, probe_path, write_private
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import Order, free_port
 from holdfast.runtime.watch import Watcher
+from holdfast.store.memory import kept_steps
 from holdfast.wire import MESSAGES, WireMessage
 
 LOCK_WAIT_S = 5.0
@@ -501,6 +502,7 @@ def read_death(
 ) -> MemberExited:
     """What a dead member left on its status page, as the event that reports its end."""
     generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
+    kept: tuple[int, ...] = ()
     try:
         page = Page.open(path)
     except (OSError, ProtocolError):
@@ -510,6 +512,7 @@ def read_death(
         step, phase = page.state()
         local = page.read_local()[1]
         staged = page[Word.STAGED]
+        kept = kept_steps(path.parent, page[Word.RANK])
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
         code = 0  # nobody could wait for it, but it said that it ended in order
@@ -525,6 +528,7 @@ def read_death(
         local=local,
         died_ns=died_ns,
         staged_step=staged,
+        kept=kept,
     )
 
 

@@ -35,29 +35,28 @@ def open_session(
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
+    memory: int | None = None,
 ) -> Session:
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
     Args:
         model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of modules.
-        optimizer, scheduler: one, a list, or a dict by name.
-        scaler: a ``GradScaler``.
+        optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
         checkpoint: directory of checkpoints; under ``holdfast run`` the run directory's own by default.
-        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh on purpose), a checkpoint, a
-            directory of checkpoints, or ``DIRECTORY@STEP``.
+        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
+            them, or ``DIRECTORY@STEP``.
         seed: of all random numbers of the steps.
-        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the least,
-            measured), an object of ``EverySteps``, ``EverySeconds`` or ``BestInterval``, a function of a
-            ``holdfast.store.policy.Moment``, or a list of these. None: when ``session.save()`` is called.
-        save_every_steps, save_every_s: the first two in other words.
+        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
+            least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,
+            or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
         keep, copies: valid checkpoints that stay; ranks that write each tensor: with 2, any one file may be lost.
-        state: further objects with ``state_dict``/``load_state_dict``, plain values, or random generators, by name.
+        memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
+        state: further objects with ``state_dict``/``load_state_dict``, plain values or generators, by name.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
     Raises (when the session is entered):
-        UsageError: an argument that cannot work.
-        StateError: something in the state that cannot be saved, by key path and type.
+        UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper or process group that is refused by name.
         NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
         StoreWriteError: the checkpoint directory cannot be written.
@@ -76,6 +75,7 @@ def open_session(
         copies=copies,
         exit_file=exit_file,
         grace_s=grace_s,
+        memory=memory,
     )
     if state is not None and not isinstance(state, dict):
         raise UsageError(f"session(state=...) is a {type(state).__name__}, not a dict of named objects")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.ids import Generation
 from holdfast.core.messages import Receive, Settle, StateOffered
-from holdfast.errors import CheckpointMismatch, HoldfastError
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
@@ -36,6 +37,8 @@ class Giver:
         boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
         collect: the state at that moment.
         values: plain values common to all ranks, given the collected state.
+        verify: the state of that step in memory is sound, or CheckpointInvalid is raised.
+        refuse: tells the controller that it is not.
     """
 
     def __init__(
@@ -44,7 +47,11 @@ class Giver:
         boundary: Callable[[Settle], bool],
         collect: Callable[[bool], Collected],
         values: Callable[[Collected], Mapping[str, object]],
+        verify: Callable[[int], None],
+        refuse: Callable[[Generation, int, CheckpointInvalid], None],
     ) -> None:
+        self._verify = verify
+        self._refuse = refuse
         self._client = client
         self._boundary = boundary
         self._collect = collect
@@ -52,7 +59,18 @@ class Giver:
         self._server: StateServer | None = None
 
     def give(self, settle: Settle) -> None:
-        """Serve the state of ``settle.step``; in the task thread."""
+        """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread."""
+        if settle.rewind >= 0:
+            try:
+                self._boundary(settle)
+                self._verify(settle.rewind)
+            except CheckpointInvalid as error:
+                self._refuse(settle.generation, settle.rewind, error)
+            except HoldfastError as error:
+                log.error("holdfast: this rank cannot go back: %s", error)  # as below
+            else:
+                self._offer(settle.generation, settle.rewind, 0)
+            return
         try:
             collected = self._collect(self._boundary(settle))
             values = encode_values(dict(self._values(collected)))
@@ -65,13 +83,12 @@ class Giver:
             return
         self.stop()
         self._server = server
+        self._offer(settle.generation, settle.step, port)
+
+    def _offer(self, generation: Generation, step: int, port: int) -> None:
         self._client.send(
             StateOffered(
-                member_id=self._client.member_id,
-                generation=settle.generation,
-                step=settle.step,
-                host=HOST,
-                port=port,
+                member_id=self._client.member_id, generation=generation, step=step, host=HOST, port=port
             )
         )
 

@@ -35,13 +35,14 @@ from holdfast.core.messages import (
     Resume,
     Settle,
     Settled,
+    StateRefused,
     StepReached,
 )
 from holdfast.core.page import Flag, Phase, Word
 from holdfast.core.sightings import CopiesDiffer, CopyDigest
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Tally
-from holdfast.errors import GroupError
+from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 
@@ -57,6 +58,11 @@ class Rank:
         client: the line to the agent.
         on_settle: called in the client thread with each decision, after the machine took it.
         on_resume: called in the client thread when the job goes on in place.
+
+    Attributes:
+        kept: steps of which the memory tier has this rank's state.
+        rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
+        on_rewind: called in the main thread to go back to a kept state.
     """
 
     def __init__(
@@ -74,6 +80,9 @@ class Rank:
         self.orphaned = False
         self.released = False
         self.away = False
+        self.kept: Callable[[], tuple[int, ...]] = tuple
+        self.rewind = -1
+        self.on_rewind: Callable[[int], None] = lambda step: None
         self.catalogue_version = 0
         self.layouts: dict[str, bytes] = {}
         self._adapter = adapter
@@ -191,6 +200,8 @@ class Rank:
                 step=self.machine.step,
                 freed_ns=self.client.page[Word.FREED_NS],
                 away=self.away,
+                kept=self.kept(),
+                rewind=self.rewind,
             )
         )
 
@@ -373,6 +384,8 @@ class Rank:
                 resume = self._resume
                 assert resume is not None
                 self._resume = None
+            if resume.step < self.step:
+                self._go_back(resume.step)
             try:
                 self._adapter.reconfigure(resume.generation)
             except GroupError as error:
@@ -394,6 +407,30 @@ class Rank:
                     self._told = None
                     return
 
+    def _go_back(self, step: int) -> None:
+        """Take the kept state of ``step``, which was found sound a moment ago."""
+        try:
+            self.on_rewind(step)
+        except CheckpointInvalid:
+            leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
+        with self.changed:
+            assert self.machine.fenced is not None
+            self._told = (self.machine.fenced, self.machine.state, step)
+            self.machine.rewind(step)
+        self.enter(Phase.READY)
+
+    def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
+        """What the memory tier has of this rank is damaged: the controller decides anew."""
+        if self.client is not None:
+            self.client.send(
+                StateRefused(
+                    member_id=self.member_id,
+                    generation=generation,
+                    step=step,
+                    reason=error.message[:TEXT_LENGTH_MAX],
+                )
+            )
+
     def await_receive(self) -> Receive:
         """A newcomer asks for its state, and waits until the survivors serve theirs."""
         assert self.client is not None
@@ -410,6 +447,20 @@ class Rank:
         self.joining = False
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self.await_resume()
+
+    def leave_loop(self) -> bool:
+        """The loop of steps is over; False when a recovery came first: it is to be looked at again."""
+        with self.changed:
+            if self.rewind < 0 or not self.fenced:
+                self.rewind = -1
+                return True
+        self.await_resume()
+        return False
+
+    def await_kill(self) -> None:
+        """A newcomer without a state is of no use: the fence that follows ends it."""
+        with self.changed:
+            self._wait(lambda: False)
 
     def await_end(self) -> None:
         """Torn: this process is replaced. Waits for the order to leave."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast.adapters.base import Adapter
+from holdfast.core.ids import MEMORY
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -71,8 +72,11 @@ def candidates(
         UsageError, NothingToResume: see ``store.root.resolve``.
     """
     own: tuple[Place, ...] = ()
+    first = "" if client is None else client.resume
+    if first.startswith(MEMORY):
+        rest = candidates(resume, root, None, run, restarted)
+        return Candidates((place_of(first), *rest.paths), rest.rejected)
     if restarted and root is not None:
-        first = "" if client is None else client.resume
         names = [name for name in Root(root).names(run) if name != first]
         own = tuple(root / name for name in ([first] if first else []) + names)
     if resume == "never":
@@ -81,7 +85,6 @@ def candidates(
         return Candidates((*own, resolve(resume)), ())
     if root is None:
         return Candidates((), ())
-    first = "" if client is None else client.resume
     found = Root(root).list()
     paths = [place_of(v.path) for v in found if v.valid]
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not v.valid)
@@ -98,11 +101,17 @@ class Resume:
         adapter: the framework.
         client: to tell the other ranks the list; None in a single process.
         agree: sums a list of numbers over the ranks, element by element.
+        remember: loads this rank's state of a step from memory. Raises: CheckpointInvalid.
     """
 
     def __init__(
-        self, adapter: Adapter, client: Client | None, agree: Callable[[list[int]], list[int]]
+        self,
+        adapter: Adapter,
+        client: Client | None,
+        agree: Callable[[list[int]], list[int]],
+        remember: Callable[[int], Resumed],
     ) -> None:
+        self._remember = remember
         self._adapter = adapter
         self._client = client
         self._agree = agree
@@ -184,6 +193,8 @@ class Resume:
     def _try(self, path: Place) -> tuple[Resumed | None, str, Exception | None]:
         """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
         try:
+            if path.name.startswith(MEMORY):
+                return self._remember(int(path.name.removeprefix(MEMORY))), "", None
             return load_state(self._adapter, path), "", None
         except CheckpointInvalid as error:
             return None, error.message, None

@@ -26,6 +26,7 @@ from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.session.handover import Giver
+from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.verify import Verifier
@@ -67,6 +68,7 @@ class Saver:
         pace: hears what saves cost.
         verifier: compares the copies of the state before any of it is written.
         copies: of everything that is saved beside training, on as many ranks as hold it.
+        tier: what this rank keeps in memory.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Saver:
         locals_: Locals,
         pace: Pace,
         verifier: Verifier,
+        tier: Tier,
         *,
         copies: int = 1,
     ) -> None:
@@ -104,7 +107,12 @@ class Saver:
         self._giver: Giver | None = None
         if rank.client is not None:
             self._giver = Giver(
-                rank.client, self._await_boundary, lambda frozen: adapter.collect(frozen=frozen), values
+                rank.client,
+                self._await_boundary,
+                lambda frozen: adapter.collect(frozen=frozen),
+                values,
+                tier.verify,
+                rank.refuse,
             )
         self._background = BackgroundSaver(
             self._done,
@@ -132,6 +140,11 @@ class Saver:
         """The job goes on: the state moves again, and is not served any more."""
         if self._giver is not None:
             self._giver.stop()
+
+    def rewound(self, step: int) -> None:
+        """The job stands at an earlier ``step`` again: what follows is saved as for the first time, by all ranks."""
+        self._attempts = {at: count for at, count in self._attempts.items() if at <= step}
+        self.saved_step = min(self.saved_step, step)
 
     def inherit(self, order: Receive) -> None:
         """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""

@@ -16,19 +16,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, Feed, TakesParts
-from holdfast.adapters.values import Plain
+from holdfast.adapters.base import Adapter, Collected, TakesParts
 from holdfast.core.messages import ExitAgreed, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
-from holdfast.errors import HoldfastError, StepError, StoreWriteError, UnsupportedError, UsageError
+from holdfast.errors import (
+    CheckpointInvalid,
+    HoldfastError,
+    StepError,
+    StoreWriteError,
+    UnsupportedError,
+    UsageError,
+)
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
-from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.handover import take
+from holdfast.session.loop import Loops
+from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -39,7 +46,6 @@ from holdfast.session.verify import Verifier
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place, absolute
 from holdfast.store.policy import save_policies
-from holdfast.store.values import encode_values
 
 log = logging.getLogger("holdfast")
 
@@ -66,7 +72,10 @@ class Settings:
         exit_file: str | os.PathLike[str] | None,
         grace_s: float | None,
         save: object = None,
+        memory: int | None = None,
     ) -> None:
+        if memory is not None and memory < 0:
+            raise UsageError(f"session(memory={memory}): must be 0 or above", hint="memory=0 keeps nothing")
         for name, value in (
             ("save_every_steps", save_every_steps),
             ("save_every_s", save_every_s),
@@ -85,6 +94,7 @@ class Settings:
         self.copies = copies
         self.exit_file = None if exit_file is None else Path(exit_file).absolute()
         self.grace_s = grace_s
+        self.memory = memory
 
 
 class Session:
@@ -98,13 +108,8 @@ class Session:
         self.state = extras
         self._make_adapter = adapter
         self._settings = settings
-        self._place: dict[str, Any] = {"loop": -1}
-        self._local: dict[str, Plain] = {}
-        self._loops = 0
-        self._feed: Feed | None = None
         self._exit_agreed = False
         self._exit_sealed = False
-        self._local_too_large = False
         self._resumed: Resumed | None = None
         self._section = ""
 
@@ -128,10 +133,15 @@ class Session:
             self.root = RunDir(client.run_dir).checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
+        shared: Path | None = None
+        every = settings.memory or 0
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
             run, run_s = about.job_id, time.time() - about.created_at
             verify_every = about.verify_every
+            shared = None if library else RunDir(client.run_dir).pages()
+            every = about.memory_every if settings.memory is None else settings.memory
+        self._tier = Tier(self._adapter, shared, every, self._values, self._locals)
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
         self._rank = Rank(
@@ -140,11 +150,14 @@ class Session:
             lambda settle: self._open_saver.on_settle(settle),
             lambda: self._open_saver.resumed(),
         )
+        self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
+        self._rank.kept, self._rank.on_rewind = self._tier.steps, self._rewind
         self._rank.connect()
         self._verifier = Verifier(self._rank, self._adapter, verify_every)
         self._saver = Saver(
-            self._rank, self._adapter, self.root, run, settings.keep, self._values, self._locals, self._pace,
-            self._verifier, copies=settings.copies,
+            self._rank, self._adapter, self.root, run, settings.keep,
+            lambda collected: self._values(collected, self.step), self._locals, self._pace, self._verifier,
+            self._tier, copies=settings.copies,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
         self._prepare_root()
@@ -192,7 +205,7 @@ class Session:
             ) from error
 
     def _load(self, look: Callable[[], Candidates]) -> None:
-        search = Resume(self._adapter, self._client, self._adapter.vote)
+        search = Resume(self._adapter, self._client, self._adapter.vote, self._tier.load)
         self._resumed = search.run(look, self.root)
         if self._resumed is None:
             if self.root is not None:
@@ -225,19 +238,21 @@ class Session:
     def _take_over(self, client: Client) -> None:
         """A newcomer: the survivors give what a checkpoint would."""
         order = self._rank.await_receive()
-        self._stand_at(take(self._adapter, client, order))
+        if order.kept:
+            try:
+                self._stand_at(self._tier.load(order.step))
+            except CheckpointInvalid as error:
+                self._rank.refuse(order.generation, order.step, error)
+                self._rank.await_kill()
+        else:
+            self._stand_at(take(self._adapter, client, order))
         self._open_saver.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
     def _stand_at(self, found: Resumed) -> None:
         self._resumed = found
         self._step = found.step
-        self._place = dict(found.session.get("place", {"loop": -1}))
-        if at := self._place.get("at"):
-            # Samples are dealt to the ranks in turn: fewer ranks have drawn more batches each.
-            then = int(found.session.get("world", self._adapter.world_size))
-            self._place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
-        self._local = dict(found.local)
+        self._loops.stand_at(found.session, found.local)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._open_saver
@@ -246,6 +261,7 @@ class Session:
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
         )
         self._watch.start()
+        self._tier.start(self._step)
         with rank.changed:
             rank.machine.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
@@ -263,6 +279,15 @@ class Session:
         saver.start()
         self._pace.start(self._step)
         rank.enter(Phase.READY)
+
+    def _rewind(self, step: int) -> None:
+        """All ranks go back to the state of ``step`` that each has in memory. Raises: CheckpointInvalid."""
+        log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
+        found = self._tier.load(step)
+        self._loops.go_back(found.session, found.local)
+        self._tier.start(step)
+        self._open_saver.rewound(step)
+        self._pace.start(step)
 
     def _say(self, line: str) -> None:
         log.log(logging.INFO if self._adapter.rank == 0 else logging.DEBUG, line)
@@ -354,61 +379,16 @@ class Session:
                 "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
                 hint="s.steps(loader, ...), or start without --shrink-to",
             )
-        loop = self._loops
-        self._loops += 1
-        return self._run(loop, loader, until, epochs if until is not None or epochs is not None else 1)
+        return self._loops.run(
+            loader,
+            epochs if until is not None or epochs is not None else 1,
+            lambda: self._exit_agreed or (until is not None and self.step >= until),
+            lambda number: Step(self._blocks, number),
+        )
 
-    def _run(self, loop: int, loader: Any, until: int | None, epochs: int | None) -> Iterator[Step]:
-        saved_loop = self._place["loop"]
-        if saved_loop > loop:
-            return  # the checkpoint was written in a later loop of the script
-        feed = None if loader is None else self._adapter.feed(loader)
-        self._feed = feed
-        if feed is not None and saved_loop == loop:
-            feed.seek(self._place["at"], self._local.get("loader"))
-        if saved_loop < loop:
-            self._place, self._local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
-        try:
-            yield from self._each(feed, until, epochs)
-        finally:
-            self._feed = None
-            if feed is not None:
-                feed.close()
-
-    def _each(self, feed: Feed | None, until: int | None, epochs: int | None) -> Iterator[Step]:
-        batches: list[Any] = [None]
-        drawn, part, tried = -1, 0, (-1, 0)
-        while not self._exit_agreed and (until is None or self.step < until):
-            number = self.step
-            if drawn != number:
-                batches = [None] if feed is None else self._draw(feed, epochs)
-                if not batches:
-                    return
-                drawn, part = number, 0
-            epoch, last = (0, False) if feed is None else (feed.epoch, feed.last_in_epoch)
-            again = tried == (number, part)
-            step = Step(self._blocks, number, batches[part], epoch, last, again, part, len(batches))
-            tried = (number, part)
-            yield step
-            part = part + 1 if step.shared else 0
-            if not step.entered:
-                raise StepError(
-                    f"step {number} was not entered", hint="for step in s.steps(...): with step as batch: ..."
-                )
-
-    def _draw(self, feed: Feed, epochs: int | None) -> list[Any]:
-        """The batches of the next step, one for each rank whose work this one does; none at the end of the data."""
-        batches: list[Any] = []
-        self._rank.enter(Phase.LOADING)
-        try:
-            while len(batches) < self._parts and not (batches and feed.last_in_epoch):
-                batches.append(feed.draw(epochs))
-        except StopIteration:
-            pass  # the end of the last epoch: its last step has fewer parts, or there is no step
-        finally:
-            if not self._rank.fenced:
-                self._rank.enter(Phase.READY)
-        return batches
+    def rewound(self, step: Step) -> None:
+        """The job went back while ``step`` was about to begin: it becomes the step where the job is now."""
+        self._loops.fill(step)
 
     # ------------------------------------------------------------------ a block's questions
 
@@ -434,26 +414,8 @@ class Session:
     def before_ready(self) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
         self._open_saver.publish()
-        feed = self._feed
-        if feed is None:
-            return None
-        self._place["at"] = feed.place()
-        local = feed.local_state()
-        if local is None:
-            return None
-        self._local = {"loader": local}
-        if self._client is None or self._local_too_large:
-            return None
-        payload = encode_values(self._local, "locals")
-        if len(payload) > LOCAL_SIZE_BYTES_MAX:
-            self._local_too_large = True
-            log.warning(
-                "holdfast: the data loader's state takes %d bytes, the status page holds %d: should this rank be lost, "
-                "its replacement reads the batches of that epoch again",
-                len(payload),
-                LOCAL_SIZE_BYTES_MAX,
-            )
-            return None
+        payload = self._loops.note()
+        self._tier.committing(self.step + 1)
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
@@ -481,18 +443,18 @@ class Session:
         if rank.fenced:
             self._exit_agreed = False
 
-    def _values(self, collected: Collected) -> dict[str, object]:
+    def _values(self, collected: Collected, step: int) -> dict[str, object]:
         session = {
-            "step": self._rank.step,
+            "step": step,
             "seed": self._settings.seed,
             "world": self._adapter.world_size,
             "parts": self._parts,
-            "place": dict(self._place),
+            "place": dict(self._loops.place),
         }
         return {**collected.values, "session": session}
 
     def _locals(self) -> dict[str, object]:
-        return dict(self._local)
+        return dict(self._loops.local)
 
     # ------------------------------------------------------------------ close
 
@@ -502,6 +464,7 @@ class Session:
         try:
             if error is None:
                 self._finish()
+                self._tier.close()
             elif isinstance(error, Exception):
                 self._fall(error)
         finally:

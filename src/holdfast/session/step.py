@@ -45,6 +45,9 @@ class Owner(Protocol):
     def after_ready(self, step: Step, tally: Tally) -> None:
         """The step is committed: save, leave."""
 
+    def rewound(self, step: Step) -> None:
+        """The job has gone back while ``step`` was about to begin."""
+
 
 class Step:
     """One step, made by ``Session.steps``. ``with step as batch:`` runs it.
@@ -55,28 +58,20 @@ class Step:
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
         again: True when this process has tried it before: what the loop does before the block is done already.
+        batch: what ``with step as batch`` gives.
         part, parts: with fewer ranks than the job began with, a step has several blocks, each with a batch of its own;
             only the last one can be committed.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        number: int,
-        batch: Any,
-        epoch: int,
-        last_in_epoch: bool,
-        again: bool = False,
-        part: int = 0,
-        parts: int = 1,
-    ) -> None:
+    def __init__(self, blocks: Blocks, number: int) -> None:
         self.number = number
         self.committed = False
-        self.epoch = epoch
-        self.last_in_epoch = last_in_epoch
-        self.again = again
-        self.part = part
-        self.parts = parts
+        self.batch: Any = None
+        self.epoch = 0
+        self.last_in_epoch = False
+        self.again = False
+        self.part = 0
+        self.parts = 1
         self.shared = False  # a part that is not the last one ended in order
         self.entered = False
         self.tentative: str | None = None
@@ -84,12 +79,11 @@ class Step:
         self.updated: set[str] = set()  # optimizers that have stepped
         self.rehearsal = False
         self._blocks = blocks
-        self._batch = batch
 
     def __enter__(self) -> Any:
         self.entered = True
         self._blocks.begin(self)
-        return self._batch
+        return self.batch
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -172,6 +166,8 @@ class Blocks:
             if self._rank.begin():
                 break
             self._rank.await_resume()
+            if self._rank.step != step.number:
+                self._owner.rewound(step)
         self._current = step
         step.rehearsal = alone or (not joining and self._rehearse(step))
         self._adapter.shield()

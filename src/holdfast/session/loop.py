@@ -1,0 +1,189 @@
+"""The loops of a script over its steps: which batch comes next, and where the job is in its data.
+
+Theory. A script may have several loops one after the other; the place of the job is the number of the loop and the
+position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, the
+saved one seeks. When the job goes back in place, the loop that is open does the same without starting anew.
+
+Invariants:
+1. A step that is tried again gets the batch that it had.
+2. A loop is left only when no recovery is under way, or when it could not go back anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from holdfast.adapters.base import Adapter, Feed
+from holdfast.adapters.values import Plain
+from holdfast.core.page import Phase
+from holdfast.errors import StepError
+from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.rank import Rank
+from holdfast.session.step import Step
+from holdfast.store.values import encode_values
+
+log = logging.getLogger("holdfast")
+
+
+class Loops:
+    """All loops of one session.
+
+    Args:
+        rank, adapter: of the session.
+        parts: batches in one step: ranks whose work this one does, itself included.
+        returns: whether the job may go back to a step that it kept, which a loop without a feed cannot.
+    """
+
+    def __init__(self, rank: Rank, adapter: Adapter, parts: int, returns: Callable[[], bool]) -> None:
+        self.place: dict[str, Any] = {"loop": -1}
+        self.local: dict[str, Plain] = {}
+        self._rank = rank
+        self._adapter = adapter
+        self._parts = parts
+        self._returns = returns
+        self._count = 0
+        self._feed: Feed | None = None
+        self._epochs: int | None = None
+        self._began: tuple[Any, dict[str, Plain]] = (
+            None,
+            {},
+        )  # position and local values at the start of the loop
+        self._batches: list[Any] = [None]
+        self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
+        self._tried = (-1, 0)  # the newest step and part that was begun
+        self._local_too_large = False
+
+    def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """The place that was loaded, with the session's plain values."""
+        self.place = dict(session.get("place", {"loop": -1}))
+        if at := self.place.get("at"):
+            # Samples are dealt to the ranks in turn: fewer ranks have drawn more batches each.
+            then = int(session.get("world", self._adapter.world_size))
+            self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
+        self.local = dict(local)
+
+    def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """The same for a job that goes back in place, in the loop that is open."""
+        loop = self.place["loop"]
+        self.stand_at(session, local)
+        if self.place["loop"] != loop:  # the state is of the moment at which this loop began
+            self.place, self.local = {"loop": loop, "at": self._began[0]}, dict(self._began[1])
+        if self._feed is not None:
+            self._feed.seek(self.place["at"], self.local.get("loader"))
+        self._drawn = -1
+
+    # ------------------------------------------------------------------ the generator
+
+    def run(
+        self, loader: Any, epochs: int | None, over: Callable[[], bool], make: Callable[[int], Step]
+    ) -> Iterator[Step]:
+        """The next loop: ``over`` says when it ends, ``make`` makes a step of this number."""
+        loop = self._count
+        self._count += 1
+        return self._run(loop, loader, epochs, over, make)
+
+    def _run(
+        self,
+        loop: int,
+        loader: Any,
+        epochs: int | None,
+        over: Callable[[], bool],
+        make: Callable[[int], Step],
+    ) -> Iterator[Step]:
+        saved_loop = self.place["loop"]
+        if saved_loop > loop:
+            return  # the checkpoint was written in a later loop of the script
+        feed = self._feed = None if loader is None else self._adapter.feed(loader)
+        if feed is not None and saved_loop == loop:
+            feed.seek(self.place["at"], self.local.get("loader"))
+        if saved_loop < loop:
+            self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
+        self._drawn, self._epochs = -1, epochs
+        if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
+            self._began = (self.place["at"], {"loader": feed.local_state()})
+            self._rank.rewind = self._rank.step
+        try:
+            yield from self._each(over, make)
+        finally:
+            self._rank.rewind = -1
+            self._feed = None
+            if feed is not None:
+                feed.close()
+
+    def _each(self, over: Callable[[], bool], make: Callable[[int], Step]) -> Iterator[Step]:
+        while True:
+            if over() or not self._draw():
+                if self._rank.leave_loop():
+                    return
+                continue  # a recovery came first: the job may have gone back into this loop
+            step = make(self._rank.step)
+            self.fill(step)
+            yield step
+            self._part = self._part + 1 if step.shared else 0
+            if not step.entered:
+                raise StepError(
+                    f"step {step.number} was not entered",
+                    hint="for step in s.steps(...): with step as batch: ...",
+                )
+
+    def _draw(self) -> bool:
+        """Have the batches of this step at hand, one for each rank whose work this one does; False at the end."""
+        if self._drawn == self._rank.step:
+            return True
+        batches = [None] if self._feed is None else self._load(self._feed)
+        if batches:
+            self._batches, self._part, self._drawn = batches, 0, self._rank.step
+        return bool(batches)
+
+    def _load(self, feed: Feed) -> list[Any]:
+        batches: list[Any] = []
+        self._rank.enter(Phase.LOADING)
+        try:
+            while len(batches) < self._parts and not (batches and feed.last_in_epoch):
+                batches.append(feed.draw(self._epochs))
+        except StopIteration:
+            pass  # the end of the last epoch: its last step has fewer parts, or there is no step
+        finally:
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+        return batches
+
+    def fill(self, step: Step) -> None:
+        """Make ``step`` the one where the job is; also one that was about to begin when the job went back."""
+        self._draw()
+        where = (self._rank.step, self._part)
+        step.number, step.part = where
+        step.parts = len(self._batches)
+        step.batch = self._batches[self._part]
+        if self._feed is not None:
+            step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
+        step.again = where <= self._tried
+        self._tried = max(self._tried, where)
+
+    # ------------------------------------------------------------------ after a step
+
+    def note(self) -> bytes | None:
+        """The place after this step; what only this rank knows of it, for its status page."""
+        feed = self._feed
+        if feed is None:
+            return None
+        self.place["at"] = feed.place()
+        local = feed.local_state()
+        if local is None:
+            return None
+        self.local = {"loader": local}
+        if self._rank.client is None or self._local_too_large:
+            return None
+        payload = encode_values(self.local, "locals")
+        if len(payload) > LOCAL_SIZE_BYTES_MAX:
+            self._local_too_large = True
+            log.warning(
+                "holdfast: the data loader's state takes %d bytes, the status page holds %d: should this rank be lost, "
+                "its replacement reads the batches of that epoch again",
+                len(payload),
+                LOCAL_SIZE_BYTES_MAX,
+            )
+            return None
+        return payload

@@ -1,0 +1,310 @@
+"""The memory tier's files: the newest states of each rank, in shared memory that outlives its process.
+
+Theory. Each rank has two slots, files in the private directory of the run's status pages. A state is copied into the
+slot that does not hold the newest one: a kill in the middle of a copy costs the older state, never both. A slot says
+what it holds by one *marker*: step, place and digest of a description, and a digest of itself. The marker is zeroed
+before the first byte changes and stored after the last one, so a torn copy has none. The description carries a digest
+of every box.
+
+Invariants:
+1. A slot without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
+2. Nothing is taken out of a slot before every digest of it fits; a slot that does not fit is dropped, for everybody.
+3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, RankLayout, TensorMeta
+from holdfast.store.writer import TensorSource
+
+SLOTS = 2
+MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
+CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
+_WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
+_MARKER_SIZE_BYTES = 8 * _WORDS
+_DATA_AT = 4096
+_DIGEST_MAX = 2**64 - 1  # takes the most room
+_ALIGNMENT = 64
+_NAME = re.compile(r"memory-(\d{5})-(\d)")
+
+
+class KeptBox(msgspec.Struct, frozen=True, array_like=True):
+    """One box and where its bytes lie in the slot; ``digest`` is their xxh3-64."""
+
+    meta: TensorMeta
+    start: int
+    size_bytes: int
+    digest: int
+
+
+class Description(msgspec.Struct, frozen=True):
+    """All that a slot holds: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON."""
+
+    step: int
+    rank: int
+    world: int
+    boxes: tuple[KeptBox, ...]
+    values: bytes
+    local: bytes
+
+
+class Kept:
+    """One committed state in a slot, mapped read-only."""
+
+    def __init__(self, path: Path, data: memoryview, description: Description) -> None:
+        self.path = path
+        self.step = description.step
+        self.values = description.values
+        self.local = description.local
+        self.world = description.world
+        self._rank = description.rank
+        self._data = data
+        self._boxes = {(box.meta.fqn, box.meta.box): box for box in description.boxes}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.size_bytes for box in self._boxes.values())
+
+    def catalogue(self) -> Catalogue:
+        """Names, types and shapes of all tensors, also of those of which this rank's part is empty."""
+        metas = [box.meta for box in self._boxes.values()]
+        whole = {meta.fqn: msgspec.structs.replace(meta, box=Box.whole(meta.shape)) for meta in metas}
+        return Catalogue.from_layouts({self._rank: RankLayout(self._rank, tuple(whole.values()), self.world)})
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one box. Raises: CheckpointInvalid when the slot does not hold it."""
+        found = self._boxes.get((fqn, box))
+        if found is None:
+            raise CheckpointInvalid(f"{self.path.name} does not hold {fqn}{box}")
+        return self._data[found.start : found.start + found.size_bytes]
+
+    def verify(self) -> None:
+        """Compare every digest. Raises: CheckpointInvalid, and drops the slot, when one does not fit."""
+        for found in self._boxes.values():
+            data = self._data[found.start : found.start + found.size_bytes]
+            if xxhash.xxh3_64_intdigest(data) != found.digest:
+                drop(self.path)
+                raise CheckpointInvalid(
+                    f"{self.path.name}, step {self.step}: {found.meta.fqn}{found.meta.box} does not fit its digest"
+                )
+
+
+class Slots:
+    """The two slots of one rank, for writing.
+
+    Args:
+        directory: in shared memory.
+        rank: whose states these are.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._paths = tuple(slot_path(directory, rank, number) for number in range(SLOTS))
+        self._rank = rank
+        self._maps: list[mmap.mmap | None] = [None] * SLOTS
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps whose states are there, ascending."""
+        return tuple(sorted(step for path in self._paths if (step := marked_step(path)) is not None))
+
+    def keep(self, step: int, source: TensorSource, layout: RankLayout, values: bytes, local: bytes) -> int:
+        """Copy the state after ``step`` updates in place of the older one; returns its size in bytes.
+
+        Raises:
+            StateError: shared memory is full.
+        """
+        held = [marked_step(path) for path in self._paths]
+        number = held.index(step) if step in held else min(range(SLOTS), key=lambda n: _age(held[n]))
+        boxes, end = _places(layout)
+        draft = Description(step, self._rank, layout.world, boxes, values, local)
+        memory = self._memory(number, end + len(msgspec.msgpack.encode(draft)))
+        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
+        kept = _copy_all(source, boxes, memory)
+        description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
+        memory[end : end + len(description)] = description
+        memory[:_MARKER_SIZE_BYTES] = _marker(step, end, description)
+        return sum(box.size_bytes for box in kept)
+
+    def keep_only(self, step: int) -> None:
+        """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
+        for path in self._paths:
+            if marked_step(path) not in (None, step):
+                drop(path)
+
+    def remove(self) -> None:
+        """Take the files away."""
+        self._maps = [None] * SLOTS
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _memory(self, number: int, size_bytes: int) -> memoryview:
+        known = self._maps[number]
+        if known is not None and len(known) >= size_bytes:
+            return memoryview(known)
+        self._maps[number] = None
+        path = self._paths[number]
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                size_bytes = max(size_bytes, os.fstat(fd).st_size)
+                os.posix_fallocate(fd, 0, size_bytes)
+                made = self._maps[number] = mmap.mmap(fd, size_bytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise StateError(
+                f"{path}: {size_bytes} bytes of shared memory cannot be had: {error.strerror}",
+                hint="give it more room (df -h /dev/shm; in a container: --shm-size), or session(memory=0)",
+            ) from error
+        return memoryview(made)
+
+
+def slot_path(directory: Path, rank: int, number: int) -> Path:
+    """The file of one slot."""
+    return directory / f"memory-{rank:05d}-{number}"
+
+
+def kept_steps(directory: Path, rank: int) -> tuple[int, ...]:
+    """Steps of which ``directory`` holds a state of ``rank``, ascending; by the markers, nothing is verified."""
+    return Slots(directory, rank).steps()
+
+
+def kept_ranks(directory: Path) -> tuple[int, ...]:
+    """Ranks of which ``directory`` has slots."""
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return tuple(sorted({int(match[1]) for match in found if match}))
+
+
+@contextlib.contextmanager
+def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
+    """The verified state of ``rank`` after ``step`` updates.
+
+    Raises:
+        CheckpointInvalid: it is not there, or damaged; then it is dropped.
+    """
+    for number in range(SLOTS):
+        path = slot_path(directory, rank, number)
+        if marked_step(path) == step:
+            with _Mapped(path) as data:
+                kept = _read(path, data)
+                kept.verify()
+                yield kept
+            return
+    raise CheckpointInvalid(f"no state of rank {rank} at step {step} is in memory")
+
+
+def marked_step(path: Path) -> int | None:
+    """The step of a slot; None when it holds no committed state."""
+    try:
+        with path.open("rb") as file:
+            words = np.frombuffer(file.read(_MARKER_SIZE_BYTES), np.uint64)
+    except OSError:
+        return None
+    return int(words[1]) - 1 if _is_sound(words) else None
+
+
+def drop(path: Path) -> None:
+    """A slot holds nothing any more."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        file.write(bytes(_MARKER_SIZE_BYTES))
+
+
+class _Mapped:
+    """A file, mapped read-only while the block runs; what still refers to it afterwards is the reader's mistake."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> memoryview:
+        with self._path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return memoryview(self._map)
+
+    def __exit__(self, *_: object) -> None:
+        del self._map  # unmapped with the last view
+
+
+def _read(path: Path, data: memoryview) -> Kept:
+    """The description of a slot, its places checked. Raises: CheckpointInvalid."""
+    words = np.frombuffer(data[:_MARKER_SIZE_BYTES], np.uint64)
+    if not _is_sound(words):
+        raise CheckpointInvalid(f"{path.name} holds no committed state")
+    start, size = int(words[2]), int(words[3])
+    text = data[start : start + size]
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
+        drop(path)
+        raise CheckpointInvalid(f"{path.name}: its description does not fit its digest")
+    try:
+        description = msgspec.msgpack.decode(text, type=Description)
+    except msgspec.MsgspecError as error:
+        raise CheckpointInvalid(f"{path.name}: not a description of a state: {error}") from error
+    for box in description.boxes:
+        if not 0 <= box.start <= box.start + box.size_bytes <= start or box.size_bytes != box.meta.size_bytes:
+            raise CheckpointInvalid(f"{path.name}: {box.meta.fqn}{box.meta.box} lies outside of it")
+    return Kept(path, data, description)
+
+
+def _marker(step: int, start: int, description: bytes) -> bytes:
+    words = np.zeros(_WORDS, np.uint64)
+    words[:5] = (MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description))
+    words[5] = _own_digest(words)
+    return words.tobytes()
+
+
+def _is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+    return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
+
+
+def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
+    return xxhash.xxh3_64_intdigest(words[:5].tobytes())
+
+
+def _age(step: int | None) -> int:
+    return -1 if step is None else step
+
+
+def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
+    """Where each box goes, its digest still to come, and where they end."""
+    places: list[KeptBox] = []
+    end = _DATA_AT
+    for meta in layout.tensors:
+        if meta.dtype not in DTYPE_SIZE_BYTES:
+            raise StateError(f"tensor {meta.fqn!r}: unknown dtype {meta.dtype!r}")
+        places.append(KeptBox(meta, end, meta.size_bytes, _DIGEST_MAX))
+        end += -(-meta.size_bytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(places), end
+
+
+def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:
+    """Copy every box to its place, and note the digests of what lies there."""
+    digests: list[int] = []
+    for box in boxes:
+        goal = memory[box.start : box.start + box.size_bytes]
+        digests.append(_copy(source.view(box.meta.fqn, box.meta.box), goal))
+    return tuple(
+        msgspec.structs.replace(box, digest=digest) for box, digest in zip(boxes, digests, strict=True)
+    )
+
+
+def _copy(data: memoryview, goal: memoryview) -> int:
+    """Copy ``data`` and return its digest, chunk after chunk: each is hashed while it is in the cache."""
+    digest = xxhash.xxh3_64()
+    if len(data):
+        source, target = np.frombuffer(data, np.uint8), np.frombuffer(goal, np.uint8)
+        for at in range(0, len(source), CHUNK_SIZE_BYTES):
+            chunk = target[at : at + CHUNK_SIZE_BYTES]
+            np.copyto(chunk, source[at : at + CHUNK_SIZE_BYTES])
+            digest.update(chunk.data)
+    return digest.intdigest()

@@ -1,0 +1,78 @@
+"""Which step the memory tier can give back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core.decision import Decided
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.membership import Member
+from holdfast.core.memory import kept_by, newest_complete, replacement_step
+from holdfast.core.messages import MemberExited, Settled
+
+GENERATION = Generation(1, 2)
+
+
+def seat(rank: int, kept: tuple[int, ...] | None) -> Member:
+    """A member; with ``kept`` it is dead and has left these states."""
+    member = Member(member_id=MemberId(rank + 1), rank=rank, local_rank=rank, node_id=NodeId("node0"))
+    if kept is not None:
+        member.alive = False
+        member.exited = MemberExited(
+            member_id=member.member_id, node_id=member.node_id, generation=GENERATION, code=None, signal=9,
+            state="compute", step=6, kept=kept,
+        )  # fmt: skip
+    return member
+
+
+def answers(*kept: tuple[int, ...], rewind: int = 0) -> dict[int, Settled]:
+    """The living: ranks from 0."""
+    return {
+        rank: Settled(
+            member_id=MemberId(rank + 1),
+            generation=GENERATION,
+            state="ready",
+            step=6,
+            kept=steps,
+            rewind=rewind,
+        )
+        for rank, steps in enumerate(kept)
+    }
+
+
+def stands(step: int | None) -> Decided:
+    """The job stands there."""
+    return Decided(step=step, direction="none", in_doubt=0, sources=(0, 1), sound=True, evidence=())
+
+
+@pytest.mark.parametrize(
+    ("dead", "living", "changes", "step"),
+    [
+        ((5, 6), ((5, 6), (5, 6)), {}, 6),  # it left the very state: nobody goes back
+        ((6,), ((3,), (4,)), {}, 6),  # what the living keep does not matter then
+        ((4, 5), ((5, 6), (5, 6)), {}, 5),  # it died in its update: back to what all have
+        ((4,), ((4, 6), (4,)), {}, 4),
+        ((4,), ((5, 6), (4, 6)), {}, -1),  # no step is complete: never a mixture
+        ((), ((5, 6), (5, 6)), {}, -1),
+        ((4, 5), ((5, 6), (5, 6)), {"rewind": -1}, -1),  # the living are out of their loop
+        ((4, 5), ((5, 6), (5, 6)), {"rewind": 6}, -1),  # or began it later
+        ((4, 5), ((5, 6), (5, 6)), {"sealed": 6}, -1),  # the disk has a newer one
+        ((4, 5), ((5, 6), (5, 6)), {"decided": None}, -1),
+        ((7,), ((7,), (7,)), {}, -1),  # states of a step that does not count
+    ],
+)  # fmt: skip
+def test_step_of_a_replacement(dead: Any, living: Any, changes: dict[str, Any], step: int) -> None:
+    members = [seat(0, None), seat(1, None), seat(2, dead)]
+    told = answers(*living, rewind=changes.get("rewind", 0))
+    decided = stands(changes.get("decided", 6))
+    assert replacement_step(decided, members, told, changes.get("sealed", -1)) == step
+
+
+def test_a_member_that_says_nothing_keeps_nothing() -> None:
+    members = [seat(0, None), seat(1, None), seat(2, (5,))]
+    kept = kept_by(members, answers((5,)))
+    assert kept == {0: {5}, 1: frozenset(), 2: {5}}
+    assert newest_complete(kept, 9) == -1
+    assert newest_complete({}, 9) == -1
