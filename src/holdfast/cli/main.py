@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
     "ckpt": ("holdfast.cli.ckpt:ckpt", "List and verify checkpoints."),
     "ranktable": ("holdfast.cli.ranktable:ranktable", "Check a rank table, or write one."),
+    "compat": ("holdfast.cli.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
     "doctor": ("holdfast.cli.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),
     "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),
 }  # fmt: skip

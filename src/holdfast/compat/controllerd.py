@@ -1,0 +1,101 @@
+"""The process behind ``ttp_start_controller``: it outlives rank 0, which started it, and ends with the last rank."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from holdfast.compat.dump import After, Controller, Event, FromRank, Here, Log, Lost, Over, Send, Timer
+from holdfast.compat.line import LINES, Message
+from holdfast.journal import Journal
+from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.rundir import read_token
+
+EMPTY_S = 300.0  # nobody came within this
+BIND_S = 10.0  # the controller of the job before may still hold the port
+RETRY_S = 0.1
+CLOSE_S = 2.0
+
+
+class Server:
+    """Carries out the controller's commands."""
+
+    def __init__(self, controller: Controller, journal: Journal, token: bytes) -> None:
+        self._controller = controller
+        self._journal = journal
+        self._lines: dict[int, Channel[Message]] = {}
+        self._begun = asyncio.Event()
+        self._over = asyncio.Event()
+        self.hub: Hub[Message] = Hub(
+            LINES, token, on_open=lambda channel: None, on_message=self._heard, on_close=self._closed
+        )
+
+    async def run(self) -> None:
+        """Until the last rank has gone."""
+        try:
+            await asyncio.wait_for(self._begun.wait(), EMPTY_S)
+            await self._over.wait()
+        except TimeoutError:
+            self._journal.append("nobody_came", {})
+        await self.hub.close(CLOSE_S)
+
+    def _heard(self, channel: Channel[Message], message: Message) -> None:
+        if isinstance(message, Here):
+            self._lines[message.rank] = channel
+            self._begun.set()
+        if isinstance(message, FromRank) and self._lines.get(message.rank) is channel:
+            self._take(message)
+
+    def _closed(self, channel: Channel[Message]) -> None:
+        for rank, line in list(self._lines.items()):
+            if line is channel:
+                del self._lines[rank]
+                self._take(Lost(rank=rank, what="its process ended"))
+
+    def _take(self, event: Event) -> None:
+        for command in self._controller.handle(event):
+            match command:
+                case Log(kind, data):
+                    self._journal.append(kind, data)
+                case Send(rank, message):
+                    line = self._lines.get(rank)
+                    if line is not None:
+                        line.send(message)  # type: ignore[arg-type]  # a union of its subclasses
+                case After(number, delay_s):
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(delay_s, self._take, Timer(number=number))
+                case Over():
+                    self._over.set()
+
+
+async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) -> int:
+    """Listen and decide; returns 1 when the port stays taken."""
+    journal = Journal.open(log, "ttp")
+    server = Server(Controller(world_size), journal, token)
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + BIND_S
+    while True:
+        try:
+            listener, _ = await server.hub.listen(host, port)
+            break
+        except OSError as error:
+            if loop.time() > deadline_s:
+                journal.append("no_port", {"host": host, "port": port, "what": str(error)})
+                return 1
+            await asyncio.sleep(RETRY_S)
+    journal.append("listens", {"host": host, "port": port, "world_size": world_size})
+    await server.run()
+    listener.close()
+    journal.append("gone", {"phase": server._controller.phase})
+    journal.close()
+    return 0
+
+
+def main(host: str, port: str, world_size: str, token_file: str, log: str) -> int:
+    """Arguments as strings, from the command line."""
+    return asyncio.run(serve(host, int(port), int(world_size), read_token(Path(token_file)), Path(log)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

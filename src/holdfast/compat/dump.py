@@ -1,0 +1,398 @@
+"""Who writes a dying checkpoint, and in which order: the controller behind ``mindio_ttp``, without I/O.
+
+Theory. Every rank reports where it stands only when it is asked: after a fault all living ranks are *stopped* (no
+update may begin), finish the update that they are in, and say the last step that they completed. The newest such step
+is the one to save. A *group* is a set of ranks that hold the same state, cut into ``shards``: ranks i and j of the list
+hold the same part when i % shards == j % shards. The step can be saved when each part of each group has a sound holder
+at that step; one holder of each part, the one with the least to write, becomes a *writer*. Once all writers have
+written, one of them publishes (renames), then everybody exits. A writer that fails or dies is replaced by the next
+holder.
+
+Invariants:
+1. No writer is chosen whose last completed step is another one than the plan's, or that is not sound.
+2. Publish comes after every writer of one plan has succeeded, and at most one plan is ever published.
+3. Every living rank is told to exit exactly once, whatever happens before.
+4. A rank that finished its training is no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+STAND_S = 5.0  # for a rank to finish its update and to answer
+REACH_S = 30.0  # for ranks behind to come up to the newest step, where their part is needed
+SAVE_S = 1800.0
+RENAME_S = 300.0
+TEXT_SIZE_MAX = 1000
+
+
+class Line(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of what travels between a rank and the controller."""
+
+
+class Here(Line, frozen=True):
+    """A rank's first message."""
+
+    rank: int
+    world_size: int
+    pid: int
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Ranks that hold the same kind of state in ``shards`` parts."""
+
+    kind: int
+    ranks: tuple[int, ...]
+    shards: int
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """Holders of each part."""
+        return [self.ranks[part :: self.shards] for part in range(self.shards)]
+
+
+class Replicas(Line, frozen=True):
+    """The groups that a rank belongs to."""
+
+    rank: int
+    groups: tuple[Group, ...]
+
+
+class Faulted(Line, frozen=True):
+    """A rank's training ended by an exception."""
+
+    rank: int
+    what: str
+
+
+class Stood(Line, frozen=True):
+    """Answer to :class:`Stop`: no update begins any more. ``why``: the state is not sound."""
+
+    rank: int
+    step: int
+    why: str = ""
+
+
+class Saved(Line, frozen=True):
+    """A writer has written its parts, or failed (``why``)."""
+
+    rank: int
+    step: int
+    why: str = ""
+
+
+class Renamed(Line, frozen=True):
+    """The result is published, or not (``why``)."""
+
+    rank: int
+    why: str = ""
+
+
+class Done(Line, frozen=True):
+    """The rank's training is over."""
+
+    rank: int
+
+
+class Stop(Line, frozen=True):
+    """Begin no update beyond ``step`` (-1: none at all); say where you stand."""
+
+    reason: str
+    step: int = -1
+
+
+class Save(Line, frozen=True):
+    """Write the parts of these groups; ``plan`` names the writers of each kind."""
+
+    step: int
+    plan: dict[int, tuple[int, ...]]
+
+
+class Rename(Line, frozen=True):
+    """Publish what all have written."""
+
+    step: int
+
+
+class Exit(Line, frozen=True):
+    """Leave. ``saved``: a checkpoint of ``step`` is published."""
+
+    step: int
+    saved: bool
+    reason: str
+
+
+class Lost(Line, frozen=True):
+    """The line to a rank ended (event, never sent)."""
+
+    rank: int
+    what: str
+
+
+class Timer(Line, frozen=True):
+    """Time is up (event, never sent); ``number`` as in :class:`After`."""
+
+    number: int
+
+
+FromRank = Here | Replicas | Faulted | Stood | Saved | Renamed | Done
+Event = FromRank | Lost | Timer
+
+
+class Send(NamedTuple):
+    """Command: to a rank."""
+
+    rank: int
+    message: Line
+
+
+class After(NamedTuple):
+    """Command: send me :class:`Timer` with this number; an earlier one no longer counts."""
+
+    number: int
+    delay_s: float
+
+
+class Log(NamedTuple):
+    """Command: one line of the log."""
+
+    kind: str
+    data: dict[str, Any]
+
+
+class Over(NamedTuple):
+    """Command: nothing is left to do."""
+
+
+Command = Send | After | Log | Over
+
+
+def choose(groups: Iterable[Group], good: set[int]) -> tuple[dict[int, tuple[int, ...]], str]:
+    """Writers by kind of group, and why there is none for some part (empty: all are covered)."""
+    plan: dict[int, list[int]] = {}
+    load: dict[int, int] = {}
+    for group in sorted(set(groups), key=lambda g: (g.kind, g.ranks)):
+        for part, holders in enumerate(group.parts()):
+            able = [rank for rank in holders if rank in good]
+            if not able:
+                return (
+                    {},
+                    f"part {part} of {group.shards} of the ranks {list(group.ranks)} has no sound holder left",
+                )
+            writer = min(able, key=lambda rank: (load.get(rank, 0), rank))
+            load[writer] = load.get(writer, 0) + 1
+            plan.setdefault(group.kind, []).append(writer)
+    return {kind: tuple(writers) for kind, writers in plan.items()}, ""
+
+
+class Controller:
+    """See the module. ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.phase = "forming"
+        self.step = 0
+        self._here: set[int] = set()
+        self._done: set[int] = set()
+        self._groups: dict[int, tuple[Group, ...]] = {}
+        self._stood: dict[int, Stood] = {}
+        self._failed: set[tuple[int, int]] = set()  # rank, step
+        self._plan: dict[int, tuple[int, ...]] = {}
+        self._written: set[int] = set()
+        self._timer = 0
+        self._out: list[Command] = []
+
+    def handle(self, event: Event) -> list[Command]:
+        """One event -> what to do."""
+        match event:
+            case Here():
+                self._come(event)
+            case Replicas():
+                self._groups[event.rank] = event.groups
+            case Faulted() | Lost():
+                self._fault(event)
+            case Stood():
+                self._stands(event)
+            case Saved():
+                self._saved(event)
+            case Renamed():
+                self._renamed(event)
+            case Done():
+                self._done.add(event.rank)
+            case Timer() if event.number == self._timer:
+                self._late()
+        if not self._living and self.phase != "forming":
+            self.phase = "over"
+            self._out.append(Over())
+        out, self._out = self._out, []
+        return out
+
+    # ------------------------------------------------------------------ before a fault
+
+    def _come(self, event: Here) -> None:
+        self._here.add(event.rank)
+        self._log("here", rank=event.rank, pid=event.pid)
+        if self.phase == "forming" and len(self._here) == self.world_size:
+            self.phase = "training"
+        elif self.phase == "over":
+            self._send(event.rank, Exit(step=self.step, saved=False, reason="the job has ended"))
+        elif self.phase not in ("forming", "training"):
+            self._send(event.rank, Stop(reason="the job is being ended"))
+
+    def _fault(self, event: Faulted | Lost) -> None:
+        rank = event.rank
+        if isinstance(event, Lost):
+            if rank not in self._here:
+                return
+            self._here.discard(rank)
+            self._stood.pop(rank, None)
+            if rank in self._done or self.phase == "over":
+                self._log("left", rank=rank)
+                return
+        self._log("fault", rank=rank, what=event.what[:TEXT_SIZE_MAX], lost=isinstance(event, Lost))
+        if self.phase in ("forming", "training"):
+            self.phase = "stopping"
+            how = "was lost" if isinstance(event, Lost) else "failed"
+            for other in sorted(self._living):
+                self._send(other, Stop(reason=f"rank {rank} {how}: {event.what}"[:TEXT_SIZE_MAX]))
+            self._after(STAND_S)
+        if isinstance(event, Lost):
+            self._without(rank)
+
+    def _without(self, rank: int) -> None:
+        """A rank died while the checkpoint was made."""
+        if self.phase == "stopping":
+            self._decide_when_all_stand()
+        elif self.phase in ("saving", "renaming") and rank in self._writers:
+            # What it wrote may be anywhere: another plan, under the same step, overwrites it.
+            self._decide()
+        elif self.phase == "reaching":
+            self._decide()
+
+    # ------------------------------------------------------------------ the decision
+
+    @property
+    def _living(self) -> set[int]:
+        return self._here - self._done
+
+    @property
+    def _writers(self) -> set[int]:
+        return {rank for writers in self._plan.values() for rank in writers}
+
+    def _stands(self, event: Stood) -> None:
+        if event.rank not in self._here:
+            return
+        self._stood[event.rank] = event
+        self._log("stands", rank=event.rank, step=event.step, why=event.why[:TEXT_SIZE_MAX])
+        if self.phase == "stopping":
+            self._decide_when_all_stand()
+        elif self.phase == "reaching" and event.step == self.step:
+            self._decide()
+
+    def _decide_when_all_stand(self) -> None:
+        if self._living <= set(self._stood):
+            self._decide()
+
+    def _decide(self) -> None:
+        """Choose step and writers from what is known, and order the writing; or end without a checkpoint."""
+        stood = {r: s for r, s in self._stood.items() if r in self._here}
+        self.step = max((s.step for s in stood.values() if not s.why), default=0)
+        if not self.step:
+            self._end("no rank has completed a step" if stood else "no rank is left")
+            return
+        groups = [group for own in self._groups.values() for group in own]
+        if not groups:
+            self._end("no rank has told which ranks hold its state")
+            return
+        good = {
+            r
+            for r, s in stood.items()
+            if s.step == self.step and not s.why and (r, s.step) not in self._failed
+        }
+        plan, why = choose(groups, good)
+        behind = sorted(r for r, s in stood.items() if s.step < self.step and not s.why)
+        if why and behind and self.phase != "reaching":
+            self.phase = "reaching"
+            self._log("reach", step=self.step, ranks=behind)
+            for rank in behind:
+                self._send(rank, Stop(reason="come up to the newest step", step=self.step))
+            self._after(REACH_S)
+        elif why and not (behind and self.phase == "reaching"):
+            self._end(why)
+        elif not why:
+            self._order(plan)
+
+    def _order(self, plan: dict[int, tuple[int, ...]]) -> None:
+        self.phase, self._plan, self._written = "saving", plan, set()
+        self._log("plan", step=self.step, writers=sorted(self._writers))
+        for rank in sorted(self._writers):
+            self._send(rank, Save(step=self.step, plan=plan))
+        self._after(SAVE_S)
+
+    def _saved(self, event: Saved) -> None:
+        if self.phase != "saving" or event.rank not in self._writers or event.step != self.step:
+            return
+        self._log("saved", rank=event.rank, step=event.step, why=event.why[:TEXT_SIZE_MAX])
+        if event.why:
+            self._failed.add((event.rank, event.step))
+            self._decide()
+            return
+        self._written.add(event.rank)
+        if self._written == self._writers:
+            self.phase = "renaming"
+            self._send(min(self._writers), Rename(step=self.step))
+            self._after(RENAME_S)
+
+    def _renamed(self, event: Renamed) -> None:
+        if self.phase == "renaming" and event.rank == min(self._writers):
+            self._end(event.why and f"it was written, and not published: {event.why}")
+
+    def _late(self) -> None:
+        """Somebody did not answer in time."""
+        if self.phase == "stopping":
+            self._decide()
+        elif self.phase == "reaching":
+            self._end(f"not every holder came up to step {self.step}")
+        elif self.phase == "saving":
+            self._failed |= {(rank, self.step) for rank in self._writers - self._written}
+            self._decide()
+        elif self.phase == "renaming":
+            self._end("the checkpoint was written, and nobody published it")
+
+    def _end(self, why: str) -> None:
+        self.phase = "over"
+        self._timer += 1
+        self._log("end", step=self.step, saved=not why, why=why[:TEXT_SIZE_MAX])
+        for rank in sorted(self._living):
+            self._send(rank, Exit(step=self.step, saved=not why, reason=why))
+
+    # ------------------------------------------------------------------ out
+
+    def _send(self, rank: int, message: Line) -> None:
+        self._out.append(Send(rank, message))
+
+    def _after(self, delay_s: float) -> None:
+        self._timer += 1
+        self._out.append(After(self._timer, delay_s))
+
+    def _log(self, kind: str, **data: Any) -> None:
+        self._out.append(Log(kind, data))
+
+
+def replicas(infos: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
+    """``tft_set_optimizer_replica``'s list as groups: ``replica_cnt`` copies of each part.
+
+    Raises:
+        ValueError: a list that cannot be: no ranks, ranks twice, or copies that do not divide them.
+    """
+    groups = []
+    for info in infos:
+        ranks, copies = tuple(int(rank) for rank in info["rank_list"]), int(info["replica_cnt"])
+        if not ranks or len(set(ranks)) < len(ranks) or not 0 < copies <= len(ranks) or len(ranks) % copies:
+            raise ValueError(
+                f"{copies} copies over the ranks {list(ranks)}: the number of ranks must be a multiple"
+            )
+        groups.append(Group(int(info.get("type", 0)), ranks, len(ranks) // copies))
+    return tuple(groups)

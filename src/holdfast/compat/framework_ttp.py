@@ -1,0 +1,362 @@
+"""``mindio_ttp.framework_ttp``: the names that MindSpore 2.10 and scripts for Megatron call, over our controller.
+
+``tft_*`` are MindSpore's, ``ttp_*`` the older ones of Megatron scripts. What is here: the dying checkpoint (``TTP:1``):
+good ranks, plan, save, publish, exit; any rank may die, rank 0 too. What is not: repair in place (``UCE``, ``ARF``,
+``HCCE``) and pauses (``TSP``), which need Ascend's own communication; they are refused by name. See docs/compat.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from holdfast.compat.dump import Group, Rename, Save, replicas
+from holdfast.compat.line import Message
+from holdfast.compat.processor import Processor, start_controller
+from holdfast.errors import UnsupportedError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOOPBACK = "127.0.0.1"
+
+
+class ReportState(Enum):
+    """Why :func:`tft_report_error` is called."""
+
+    RS_NORMAL = 0
+    RS_UCE = 1
+    RS_UNKNOWN = 2
+    RS_HCCL_FAILED = 3
+    RS_INIT_FINISH = 4
+    RS_PREREPAIR_FINISH = 5
+    RS_STEP_FINISH = 6
+
+
+class Action(Enum):
+    """Answers of :func:`tft_wait_next_action`; only EXIT is ever given."""
+
+    RETRY = 0
+    EXIT = 1
+
+
+class RepairType(Enum):
+    """Kinds of repair; none is ever ordered."""
+
+    RT_SEND = 0
+    RT_UCE_HIGHLEVEL = 1
+    RT_UCE_LOWLEVEL = 2
+    RT_RECV_REPAIR = 3
+
+
+class _Handler(NamedTuple):
+    call: Callable[..., Any]
+    context: tuple[Any, ...]
+
+
+class _State:
+    """Of this process: one rank, one training."""
+
+    def __init__(self) -> None:
+        self.controller_world = 0
+        self.processor: Processor | None = None
+        self.groups: tuple[Group, ...] = ()
+        self.handlers: dict[str, _Handler] = {}
+        self.arguments: Any = None
+
+    def need(self) -> Processor:
+        """The processor. Raises: UsageError."""
+        if self.processor is None:
+            raise UsageError("no TTP processor in this process",
+                             hint="tft_init_processor(...), or ttp_init_processor(...), comes first")  # fmt: skip
+        return self.processor
+
+    def call(self, name: str, order: Message) -> None:
+        """Call a registered handler with what belongs to it; one that is not there does nothing."""
+        handler = self.handlers.get(name)
+        if handler is None:
+            return
+        first: tuple[Any, ...] = ()
+        if isinstance(order, Save):
+            plan = [{"type": kind, "ranks": list(writers)} for kind, writers in order.plan.items()]
+            first = (order.step, plan, self.arguments)
+        elif isinstance(order, Rename):
+            first = (order.step,)
+        elif name == "stop":
+            first = (self.arguments,)
+        handler.call(*first, *handler.context)
+
+
+_state = _State()
+
+
+def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> None:
+    if not callable(call):
+        raise UsageError(f"the {name} handler is a {type(call).__name__}, not a function")
+    _state.handlers[name] = _Handler(call, context)
+
+
+# ---------------------------------------------------------------- controller
+
+
+def tft_init_controller(
+    rank: int, world_size: int, enable_local_copy: bool = False, enable_arf: bool = False, **options: Any
+) -> int:
+    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF."""
+    if enable_arf:
+        raise UnsupportedError("process-level recovery (ARF) is not served by this mindio_ttp",
+                               hint="MS_ENABLE_TFT='{TTP:1}'; in place: holdfast.mindspore.train")  # fmt: skip
+    _state.controller_world = int(world_size)
+    return 0
+
+
+def tft_start_controller(ip: str, port: int, enable_tls: bool = False, tls_key_dir: str = "") -> int:
+    """Start it, as a process of its own that outlives this rank.
+
+    Raises:
+        UsageError: not initialized, or an address that others reach without a secret.
+        UnsupportedError: TLS.
+    """
+    if enable_tls:
+        raise UnsupportedError("TLS is not served by this mindio_ttp: its lines are authenticated, not encrypted",
+                               hint="leave enable_tls out")  # fmt: skip
+    if not _state.controller_world:
+        raise UsageError(
+            "the TTP controller was not initialized", hint="tft_init_controller(...) comes first"
+        )
+    start_controller(ip or LOOPBACK, int(port), _state.controller_world)
+    return 0
+
+
+def tft_destroy_controller() -> int:
+    """Nothing: the controller ends by itself after the last rank."""
+    return 0
+
+
+# ---------------------------------------------------------------- processor
+
+
+def tft_init_processor(
+    rank: int, world_size: int, enable_local_copy: bool = False, enable_tls: bool = False, tls_key_dir: str = "",
+    **options: Any,
+) -> int:  # fmt: skip
+    """Prepare this rank's side. Raises: UnsupportedError: TLS, ARF."""
+    if enable_tls or options.get("enable_arf"):
+        what = "TLS" if enable_tls else "process-level recovery (ARF)"
+        raise UnsupportedError(f"{what} is not served by this mindio_ttp", hint="MS_ENABLE_TFT='{TTP:1}'")
+    _state.processor = Processor(int(rank), int(world_size), _state.call)
+    return 0
+
+
+def tft_start_processor(ip: str, port: int) -> int:
+    """Connect to the controller. Raises: GroupError: there is none within a minute."""
+    processor = _state.need()
+    processor.start(ip or LOOPBACK, int(port))
+    if _state.groups:
+        processor.hold(_state.groups)
+    return 0
+
+
+def tft_destroy_processor() -> int:
+    """The training is over."""
+    if _state.processor is not None:
+        _state.processor.close()
+        _state.processor = None
+    return 0
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]]) -> int:
+    """Who holds copies of what this rank holds: ``rank_list``, of which ``replica_cnt`` hold each part.
+
+    Raises:
+        UsageError: a list that cannot be.
+    """
+    try:
+        groups = replicas(replica_info)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"tft_set_optimizer_replica({rank}, {replica_info!r}): {error}") from error
+    _state.groups = groups
+    _state.need().hold(groups)
+    return 0
+
+
+# ---------------------------------------------------------------- handlers
+
+
+def tft_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(step, plan, args, *context)`` writes; called on the ranks of the plan."""
+    _register("save", func, context)
+
+
+def tft_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(step, *context)`` publishes; called on one rank, once all have written."""
+    _register("rename", func, context)
+
+
+def tft_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(*context)`` ends the process."""
+    _register("exit", func, context)
+
+
+def tft_register_stop_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(args, *context)``, before anything is saved; when it raises, this rank's state is not taken."""
+    _register("stop", func, context)
+
+
+def tft_register_clean_handler(func: Callable[..., Any], *context: Any) -> None:
+    """Kept and never called: it belongs to repair in place."""
+    _register("clean", func, context)
+
+
+def tft_register_repair_handler(func: Callable[..., Any], *context: Any) -> None:
+    """Kept and never called: it belongs to repair in place."""
+    _register("repair", func, context)
+
+
+def tft_register_rebuild_group_handler(func: Callable[..., Any], *context: Any) -> None:
+    """Kept and never called: it belongs to repair in place."""
+    _register("rebuild_group", func, context)
+
+
+def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) -> None:
+    """Kept and never called: it belongs to pauses."""
+    _register("stream_sync", func, context)
+
+
+# ---------------------------------------------------------------- each step
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What the save handler gets as ``args``."""
+    _state.arguments = args
+
+
+def tft_start_updating_os(step: int) -> None:
+    """Weights are about to change. Does not return once the job is being ended."""
+    _state.need().begin_update()
+
+
+def tft_end_updating_os(step: int) -> None:
+    """Weights are those of ``step``."""
+    _state.need().end_update(int(step))
+
+
+def tft_report_error(state: int) -> None:
+    """The training of this rank fell over an exception; returns only when there is nobody to end the process."""
+    processor = _state.need()
+    processor.fault(f"reported {ReportState(state).name}")
+    processor.wait_end()
+
+
+def tft_wait_next_action() -> int:
+    """What to do after an error: always leave."""
+    _state.need().wait_end()
+    return int(Action.EXIT.value)
+
+
+def tft_is_reboot_node() -> bool:
+    """False: no process joins a running job."""
+    return False
+
+
+def tft_get_repair_type() -> str:
+    """The kind of answer under way: always a dump."""
+    return "dump"
+
+
+def tft_can_do_uce_repair(hbm_error_time: int, start_time: int, end_time: int) -> bool:
+    """False: memory errors of a device are not repaired in place."""
+    return False
+
+
+def tft_pause_train(step: int) -> None:
+    """Refused. Raises: UnsupportedError."""
+    raise UnsupportedError("pauses (TSP) are not served by this mindio_ttp", hint="MS_ENABLE_TFT='{TTP:1}'")
+
+
+# ---------------------------------------------------------------- the older names, of Megatron scripts
+
+
+def ttp_init_controller(rank: int, world_size: int, replica: int, enable_local_copy: bool = False) -> int:
+    """As :func:`tft_init_controller`; ``replica`` is taken from the processors."""
+    return tft_init_controller(rank, world_size, enable_local_copy)
+
+
+def ttp_start_controller(ip: str, port: int) -> int:
+    """As :func:`tft_start_controller`."""
+    return tft_start_controller(ip, port)
+
+
+def ttp_init_processor(
+    rank: int, dp_ranks: Sequence[int], dp_count: int, world_size: int, replica: int, enable_local_copy: bool = False
+) -> int:  # fmt: skip
+    """Prepare this rank's side. ``dp_ranks`` hold its state in ``replica`` parts: i and i + replica hold the same.
+
+    Raises:
+        UsageError: ``replica`` does not divide the ranks, or leaves one holder of each part.
+    """
+    ranks = tuple(int(each) for each in dp_ranks)
+    if len(ranks) != dp_count or replica < 1 or dp_count % replica or dp_count // replica < 2:
+        raise UsageError(
+            f"ttp_init_processor: {replica} parts over the {dp_count} data-parallel ranks {list(ranks)}: "
+            f"each part needs two holders",
+            hint="replica = len(dp_ranks) // 2, with an even number of ranks",
+        )
+    _state.groups = (Group(0, ranks, replica),)
+    return tft_init_processor(rank, world_size, enable_local_copy)
+
+
+def ttp_start_processor(ip: str, port: int) -> int:
+    """As :func:`tft_start_processor`."""
+    return tft_start_processor(ip, port)
+
+
+def ttp_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(step, plan, args)``; see :func:`tft_register_save_ckpt_handler`."""
+    tft_register_save_ckpt_handler(func, *context)
+
+
+def ttp_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func(step)``; see :func:`tft_register_rename_handler`."""
+    tft_register_rename_handler(func, *context)
+
+
+def ttp_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
+    """``func()``; see :func:`tft_register_exit_handler`."""
+    tft_register_exit_handler(func, *context)
+
+
+def ttp_set_ckpt_args(args: Any) -> None:
+    """What the save handler gets as ``args``."""
+    tft_set_step_args(args)
+
+
+def ttp_start_updating_os(step: int) -> None:
+    """As :func:`tft_start_updating_os`."""
+    tft_start_updating_os(step)
+
+
+def ttp_end_updating_os(step: int) -> None:
+    """As :func:`tft_end_updating_os`."""
+    tft_end_updating_os(step)
+
+
+def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a training function: an exception in it leads to the dying checkpoint, a return to the end."""
+
+    @functools.wraps(train)
+    def persistent(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            result = train(*args, **kwargs)
+        except BaseException as error:
+            processor = _state.processor
+            if processor is not None:
+                processor.fault(f"{type(error).__name__}: {error}")
+                processor.wait_end()
+            raise
+        tft_destroy_processor()
+        return result
+
+    return persistent

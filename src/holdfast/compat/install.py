@@ -1,0 +1,48 @@
+"""Importing this makes ``mindio_ttp`` and ``taskd`` importable in this process, and MindSpore ready for them on CPU.
+
+Nothing happens to a package of that name that is installed: it is left alone, and this import says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from types import ModuleType
+
+from holdfast.compat.hook import TFT_VARIABLE, watch
+from holdfast.compat.packages import ALIASES, PACKAGES, is_ours
+
+log = logging.getLogger("holdfast")
+
+
+def install() -> None:
+    """See the module; again is harmless."""
+    for package in PACKAGES:
+        if package in sys.modules:
+            continue
+        found = importlib.util.find_spec(package)
+        if found is not None and not is_ours(found):
+            log.warning("holdfast: the package %s that is installed is used, not Holdfast's", package)
+            continue
+        for name, target in ALIASES.items():
+            if name.split(".")[0] == package:
+                _alias(name, target)
+    if TFT_VARIABLE in os.environ:
+        watch()
+
+
+def _alias(name: str, target: str) -> None:
+    """``name`` becomes another name of the module ``target``; empty: a package that holds others."""
+    module = importlib.import_module(target) if target else ModuleType(name)
+    if not target:
+        module.__path__ = []
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+
+
+install()

@@ -1,0 +1,102 @@
+"""``mindio_ttp.megatron_ttp``: save, publish and load of the Megatron chapter, into Holdfast's verified checkpoints.
+
+For data parallelism, where every rank holds all: ``ttp_init_processor(..., replica=1)``. The directory is that of
+``HOLDFAST_CHECKPOINT``, else ``checkpoints``. Sharded optimizers: ``holdfast.session`` with declared regions.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.ids import Generation, SaveId
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, UnsupportedError
+from holdfast.session.session import ROOT_VARIABLE
+from holdfast.store.layout import Catalogue
+from holdfast.store.plan import plan as plan_of
+from holdfast.store.reader import Target, load_catalogue, load_into, load_values
+from holdfast.store.root import Root
+from holdfast.store.validity import inspect
+from holdfast.store.writer import write_share
+
+if TYPE_CHECKING:
+    from holdfast.adapters.torch.state import TorchState
+
+Arguments = tuple[int, Any, Any, Any]
+"""What ``ttp_set_ckpt_args`` gets: iterations done, model (or a list of one), optimizer, its scheduler or None."""
+
+
+def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Arguments) -> None:
+    """Save handler: a sealed checkpoint of everything, written by the one rank of the plan.
+
+    Raises:
+        UnsupportedError: the plan has several writers: the state is in parts.
+        StateError, StoreWriteError: see the store.
+    """
+    writers = {rank for group in plan for rank in group["ranks"]}
+    if len(writers) != 1:
+        raise UnsupportedError(
+            f"ttp_save_checkpoint writes the state of one rank, this plan has the writers {sorted(writers)}",
+            hint="ttp_init_processor(..., replica=1), or register a handler of your own",
+        )
+    iteration, *parts = args
+    collected = _state(*parts).collect()
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    save_id = SaveId(f"ttp-{secrets.token_hex(4)}", Generation(0, 0), iteration, 0, "last-gasp")
+    session = {"step": iteration, "seed": 0, "world": 1, "place": {"loop": -1}}
+    plan_ = plan_of(catalogue, frozenset({0}))
+    values = {**collected.values, "session": session}
+    write_share(str(_root()), save_id, catalogue, plan_, 0, collected, values, {0: {}})
+
+
+def rename_save_result(step: int) -> None:
+    """Rename handler: nothing is to be renamed, the checkpoint was sealed when it was complete; this makes sure.
+
+    Raises:
+        CheckpointInvalid: the newest checkpoint is not that of ``step``, or damaged.
+    """
+    newest = Root(str(_root())).newest_valid().require()
+    judged = inspect(newest.path, deep=True)
+    if newest.step != step or not judged.valid:
+        raise CheckpointInvalid(
+            f"{newest.path}: {judged.reason or f'it is of step {newest.step}, not {step}'}"
+        )
+
+
+def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None) -> int:
+    """Load the newest valid checkpoint into all three; returns its iteration, 0 where there is none.
+
+    Raises:
+        CheckpointInvalid, CheckpointMismatch: damaged, or of another model.
+    """
+    found = Root(str(_root())).newest_valid().chosen if _root().is_dir() else None
+    if found is None:
+        return 0
+    values = load_values(found.path)
+    session = values.get("session")
+    if not isinstance(session, dict):
+        raise CheckpointMismatch(f"{found.path} was not written by ttp_save_checkpoint or a session")
+    restore = _state(model, optimizer, opt_param_scheduler).restore(load_catalogue(found.path), values)
+    load_into(found.path, [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()])
+    restore.finish()
+    return int(session["step"])
+
+
+def _root() -> Path:
+    return Path(os.environ.get(ROOT_VARIABLE, "checkpoints")).absolute()
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
+    """Megatron hands over a list of one model, and optimizers that hold torch's own as ``.optimizer``."""
+    from holdfast.adapters.torch.state import TorchState  # loads torch
+
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    if len(modules) != 1:
+        raise UnsupportedError(f"{len(modules)} model chunks are not supported", hint="one chunk per rank")
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return TorchState(
+        modules[0], {"optimizer": inner}, {"scheduler": scheduler} if scheduler is not None else None
+    )

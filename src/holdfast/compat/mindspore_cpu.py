@@ -1,0 +1,170 @@
+"""MindSpore 2.10's own fault tolerance and graceful exit, made to run on CPU against our ``mindio_ttp``.
+
+What is patched, and nothing else:
+
+1. ``context.get_context("device_target")`` answers ``Ascend`` in three modules that refuse anything else.
+2. ``_stop_device`` and ``clean_tdt_channel``, which CPU does not have, do nothing.
+3. The optimizer wrapper reduces its flag as float32, because CPU's AllReduce has no int32, and reports the beginning of
+   an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
+4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32; and one rank that was asked is enough.
+5. ``train.TFTRegister``, which 2.10 has renamed, is there again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops, train
+from mindspore.common import jit_class
+from mindspore.communication.management import get_group_size
+
+from holdfast.compat import framework_ttp as ttp
+from holdfast.compat.hook import TFT_VARIABLE
+from holdfast.errors import UnsupportedError
+
+VERSION = "2.10."
+REFUSED = ("UCE:1", "ARF:1", "HCCE:1", "TSP:1")
+CALLBACK = "mindspore.train.callback._train_fault_tolerance"
+ASKING = (CALLBACK, "mindspore.utils.utils")
+PORT_VARIABLE, ADDRESS_VARIABLE = "MS_TFT_PORT", "MS_TFT_IP"
+_applied = False
+
+
+def apply() -> None:
+    """Patch; again is harmless.
+
+    Raises:
+        UnsupportedError: another MindSpore, or flags of ``MS_ENABLE_TFT`` that need Ascend.
+    """
+    global _applied
+    if _applied:
+        return
+    if not ms.__version__.startswith(VERSION):
+        raise UnsupportedError(f"MindSpore {ms.__version__}: mindio_ttp on CPU is made for {VERSION}x",
+                               hint="pip install 'mindspore==2.10.0'")  # fmt: skip
+    asked = [flag for flag in REFUSED if flag in os.environ.get(TFT_VARIABLE, "").replace(" ", "")]
+    if asked:
+        raise UnsupportedError(
+            f"{TFT_VARIABLE} holds {', '.join(asked)}: repair in place needs Ascend's own communication",
+            hint=f"{TFT_VARIABLE}='{{TTP:1}}'; in place on CPU: holdfast.mindspore.train",
+        )
+    _applied = True
+    for name in ASKING:
+        module: Any = importlib.import_module(name)
+        module.context = _Context(module.context)
+    callback: Any = importlib.import_module(CALLBACK)
+    callback._stop_device = _nothing
+    callback.clean_tdt_channel = _nothing
+    callback.TrainFaultTolerance.get_optimizer_wrapper = classmethod(_wrapper_of)
+    cell_wrapper: Any = importlib.import_module("mindspore.nn.wrap.cell_wrapper")
+    utils: Any = importlib.import_module("mindspore.utils")
+    cell_wrapper.ExitByRequest = utils.ExitByRequest = ExitByRequest
+    nn.OptTFTWrapper = OptTFTWrapper
+    train.TFTRegister = TFTRegister
+
+
+class _Context:
+    """``mindspore.context`` as a module sees it that refuses to run on CPU."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def get_context(self, key: str) -> Any:
+        """Ascend, when asked for the device."""
+        return "Ascend" if key == "device_target" else self._context.get_context(key)
+
+
+def _nothing(*_arguments: Any) -> int:
+    return 0
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _begin(flag: Any) -> Any:
+    """Runs inside the graph, where an update begins."""
+    ttp.tft_start_updating_os(-1)
+    return flag
+
+
+def _add_report(cell: Any) -> None:
+    """What the update waits for: the flag of all ranks, then our gate."""
+    cell.tft_depend = ops.Depend()
+    cell.tft_sum = ops.AllReduce()
+    cell.tft_begin = ops.Custom(_begin, _same, _same, func_type="pyfunc")
+    cell.tft_g_one_flag = Parameter(Tensor([1.0], ms.float32), name="tft_g_one_flag")
+
+
+def _wrapper_of(_cls: Any, origin: Any) -> Any:
+    """``TrainFaultTolerance.get_optimizer_wrapper``."""
+
+    class TFTOptSubCls(origin):  # type: ignore[misc]
+        """The optimizer with a report in front of its update."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _add_report(self)
+
+        def construct(self, gradients: Any, **kwargs: Any) -> Any:
+            flag = self.tft_begin(self.tft_sum(self.tft_depend(self.tft_g_one_flag, gradients)))  # type: ignore[has-type]
+            self.tft_g_one_flag = flag
+            return super().construct(self.tft_depend(gradients, flag), **kwargs)
+
+    return TFTOptSubCls
+
+
+class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
+    """``nn.OptTFTWrapper``: an optimizer with a report in front of its update."""
+
+    def __init__(self, opt: Any, **kwargs: Any) -> None:
+        if not isinstance(opt, nn.Optimizer):
+            raise TypeError(f"OptTFTWrapper takes an Optimizer, not a {type(opt).__name__}")
+        nn.Cell.__init__(self, auto_prefix=False)
+        self.opt = opt
+        for name in ("parameters", "global_step", "learning_rate", "dynamic_lr", "is_group", "is_group_lr",
+                     "loss_scale"):  # fmt: skip
+            if hasattr(opt, name):
+                setattr(self, name, getattr(opt, name))
+        _add_report(self)
+
+    def construct(self, gradients: Any) -> Any:
+        """Compiled."""
+        flag = self.tft_begin(self.tft_sum(self.tft_depend(self.tft_g_one_flag, gradients)))  # type: ignore[has-type]
+        self.tft_g_one_flag = flag
+        return self.opt(self.tft_depend(gradients, flag))
+
+
+@jit_class
+class ExitByRequest:
+    """``mindspore.utils.ExitByRequest``: all ranks learn in the graph that one was asked to leave."""
+
+    def __init__(self) -> None:
+        self.reduce = ops.AllReduce()
+        self.cast = ops.Cast()
+        self.assign = ops.Assign()
+        self.depend = ops.Depend()
+        self.total = ops.ReduceSum()
+        self.greater = ops.Greater()
+        self.half = 0.5
+        self.is_distributed = get_group_size() > 1
+
+    def exit_by_request(self, grad: Any, init_value: Any, exit_value: Any) -> Any:
+        """The gradients, once ``exit_value`` says whether to leave."""
+        if self.is_distributed:
+            total = self.total(self.reduce(self.cast(init_value, ms.float32)))
+            grad = self.depend(grad, self.assign(exit_value, self.greater(total, self.half)))
+        return grad
+
+
+def TFTRegister(ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path: str) -> Any:
+    """``train.TFTRegister``: the callback, with the address of the controller; rank 0 starts it, whatever is said."""
+    os.environ.setdefault(ADDRESS_VARIABLE, ctrl_ip)
+    os.environ.setdefault(PORT_VARIABLE, str(ctrl_port))
+    return train.TrainFaultTolerance(ckpt_save_path)

@@ -1,0 +1,91 @@
+"""The packages ``mindio_ttp`` and ``taskd`` as files: written into a directory of packages, and removed again."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from holdfast.errors import UsageError
+
+PACKAGES = ("mindio_ttp", "taskd")
+ALIASES = {
+    "mindio_ttp": "",
+    "mindio_ttp.framework_ttp": "holdfast.compat.framework_ttp",
+    "mindio_ttp.megatron_ttp": "holdfast.compat.megatron_ttp",
+    "taskd": "",
+    "taskd.api": "",
+    "taskd.api.taskd_agent_api": "holdfast.compat.taskd_agent",
+}
+"""Module -> the one that it is a name of; empty: a package that only holds others."""
+
+MARK = "# Written by `holdfast compat install`; `holdfast compat remove` takes it away.\n"
+HOOK_FILE = "holdfast-compat.pth"
+HOOK = "import os; os.environ.get('MS_ENABLE_TFT') and __import__('holdfast.compat.hook', fromlist=['watch']).watch()\n"
+"""One line, read at every start of Python: it imports nothing unless MindSpore's fault tolerance is switched on."""
+
+
+def is_ours(spec: ModuleSpec) -> bool:
+    """The package was written by :func:`write`."""
+    return bool(spec.origin) and _marked(Path(spec.origin or ""))
+
+
+def site() -> Path:
+    """Where this Python's packages are."""
+    return Path(sysconfig.get_path("purelib"))
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the packages and the hook; again replaces them.
+
+    Raises:
+        UsageError: another package of that name is there, or the directory cannot be written.
+    """
+    for package in PACKAGES:
+        if (folder / package).exists() and not _marked(folder / package / "__init__.py"):
+            raise UsageError(
+                f"{folder / package} is there, and not Holdfast's", hint=f"pip uninstall {package}"
+            )
+    written = []
+    try:
+        for name, target in ALIASES.items():
+            path = folder.joinpath(*name.split("."))
+            if not target:
+                path.mkdir(exist_ok=True)
+                written.append(path / "__init__.py")
+                written[-1].write_text(MARK)
+            else:
+                written.append(path.with_suffix(".py"))
+                code = f"{MARK}import sys\n\nimport {target}\n\nsys.modules[__name__] = sys.modules[{target!r}]\n"
+                written[-1].write_text(code)
+        written.append(folder / HOOK_FILE)
+        written[-1].write_text(HOOK)
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}",
+                         hint="holdfast compat install --into DIRECTORY") from error  # fmt: skip
+    return written
+
+
+def remove(folder: Path) -> list[Path]:
+    """Remove what :func:`write` made; returns what was there.
+
+    Raises:
+        UsageError: it cannot be removed.
+    """
+    gone = []
+    try:
+        for package in PACKAGES:
+            if _marked(folder / package / "__init__.py"):
+                shutil.rmtree(folder / package)
+                gone.append(folder / package)
+        if (folder / HOOK_FILE).exists():
+            (folder / HOOK_FILE).unlink()
+            gone.append(folder / HOOK_FILE)
+    except OSError as error:
+        raise UsageError(f"cannot remove from {folder}: {error.strerror}") from error
+    return gone
+
+
+def _marked(path: Path) -> bool:
+    return path.is_file() and path.read_text(errors="replace").startswith(MARK)

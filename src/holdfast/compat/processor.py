@@ -1,0 +1,245 @@
+"""One rank's side of ``mindio_ttp``: a thread that hears the controller while the training hangs, and calls handlers.
+
+Theory. The training thread passes a gate before each update and reports when it is done. Once the controller says stop,
+the gate stays shut, so what the handlers save from this thread cannot change under them: the thread first waits until
+an update that has begun is complete.
+
+Invariants:
+1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
+2. The save handler runs only while no update is under way, with the step that was told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.compat.dump import (
+    REACH_S,
+    STAND_S,
+    Done,
+    Exit,
+    Faulted,
+    Group,
+    Here,
+    Rename,
+    Renamed,
+    Replicas,
+    Save,
+    Saved,
+    Stood,
+    Stop,
+)
+from holdfast.compat.line import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
+from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
+from holdfast.runtime.channel import BlockingChannel
+
+log = logging.getLogger("holdfast")
+
+CONNECT_S = 60.0
+UPDATE_S = STAND_S - 1  # for the update that is under way: the controller waits a little longer
+RETRY_S = 0.05
+TEXT_LENGTH_MAX = 1000
+
+Handler = Callable[..., Any]
+
+
+def start_controller(host: str, port: int, world_size: int) -> int:
+    """Start the controller's process, which outlives this one; returns its pid.
+
+    Raises:
+        UsageError: the address is seen by other machines and there is no secret.
+    """
+    secret = make_token(host, port)
+    logged = os.environ.get(LOG_VARIABLE, LOG_NAME)
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.compat.controllerd",
+        host,
+        str(port),
+        str(world_size),
+        str(secret),
+        logged,
+    ]
+    # No Popen: nobody waits for this process, which ends after all ranks.
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        return os.posix_spawn(
+            sys.executable, words, {**os.environ, "MS_ENABLE_TFT": ""}, setsid=True,
+            file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
+        )  # fmt: skip
+    finally:
+        os.close(null)
+
+
+class Processor:
+    """See the module.
+
+    Args:
+        rank, world_size: place of this process.
+        call: calls the registered handler of a name with what belongs to the order.
+    """
+
+    def __init__(self, rank: int, world_size: int, call: Callable[[str, Message], None]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.step = 0
+        self._call = call
+        self._changed = threading.Condition()
+        self._updating = False
+        self._torn = False  # an update was left by an exception
+        self._limit: int | None = None  # None: no limit; no update beyond this step begins
+        self._reported = False
+        self._left = False
+        self._channel: BlockingChannel[Message] | None = None
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, host: str, port: int) -> None:
+        """Connect, and listen in a thread.
+
+        Raises:
+            GroupError: no controller within ``CONNECT_S``.
+        """
+        deadline_s = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), ROLE)
+                break
+            except (OSError, AuthError, ProtocolError) as error:
+                # The one of the job before may still be there, with another secret.
+                if time.monotonic() > deadline_s:
+                    raise GroupError(f"no TTP controller at {host}:{port} within {CONNECT_S:g} s: {error}",
+                                     hint="rank 0 starts it: tft_start_controller(...)") from error  # fmt: skip
+            time.sleep(RETRY_S)
+        self._channel.send(Here(rank=self.rank, world_size=self.world_size, pid=os.getpid()))
+        self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The training is over."""
+        with self._changed:
+            if self._left:
+                return
+            self._left = True
+        self._tell(Done(rank=self.rank))
+        if self._channel is not None:
+            self._channel.close()
+
+    # ------------------------------------------------------------------ the training thread
+
+    def hold(self, groups: tuple[Group, ...]) -> None:
+        """Who holds what this rank holds."""
+        self._tell(Replicas(rank=self.rank, groups=groups))
+
+    def begin_update(self) -> None:
+        """Before weights change; once the job is being stopped it does not return."""
+        with self._changed:
+            while self._limit is not None and self.step >= self._limit:
+                self._changed.wait()
+            self._updating = True
+
+    def end_update(self, step: int) -> None:
+        """Weights are those of ``step``."""
+        with self._changed:
+            self._updating = False
+            self.step = step
+            self._changed.notify_all()
+
+    def fault(self, what: str) -> None:
+        """The training thread fell over an exception."""
+        with self._changed:
+            if self._reported or self._left:
+                return
+            self._reported = True
+            self._torn = self._updating
+        self._tell(Faulted(rank=self.rank, what=what[:TEXT_LENGTH_MAX]))
+
+    def wait_end(self) -> bool:
+        """Wait until the exit handler ends the process; False when there is nobody to decide."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(RETRY_S)
+        return False
+
+    # ------------------------------------------------------------------ the listening thread
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        while True:
+            try:
+                message = self._channel.receive()
+            except (OSError, ProtocolError) as error:
+                if not self._left:
+                    log.error(
+                        "holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error
+                    )
+                return
+            match message:
+                case Stop():
+                    self._stop(message)
+                case Save():
+                    self._save(message)
+                case Rename():
+                    self._tell(Renamed(rank=self.rank, why=self._try("rename", message)))
+                case Exit():
+                    self._exit(message)
+                    return
+                case _:
+                    log.error("holdfast: the TTP controller sent a %s", type(message).__name__)
+
+    def _stop(self, order: Stop) -> None:
+        deadline_s = time.monotonic() + (UPDATE_S if order.step < 0 else REACH_S)
+        with self._changed:
+            self._limit = order.step
+            self._changed.notify_all()
+            while (
+                (self._updating or self.step < order.step)
+                and time.monotonic() < deadline_s
+                and not self._torn
+            ):
+                self._changed.wait(RETRY_S)
+            why = "its update was not completed" if self._updating else ""
+        why = why or self._try("stop", order)
+        self._tell(Stood(rank=self.rank, step=self.step, why=why))
+
+    def _save(self, order: Save) -> None:
+        with self._changed:
+            moved = self._updating or self.step != order.step
+        why = f"it stands at step {self.step}" if moved else self._try("save", order)
+        self._tell(Saved(rank=self.rank, step=order.step, why=why))
+
+    def _exit(self, order: Exit) -> None:
+        saved = (
+            f"a checkpoint of step {order.step} is saved"
+            if order.saved
+            else f"nothing is saved: {order.reason}"
+        )
+        log.error("holdfast: the training ends: %s", saved)
+        self._try("exit", order)
+        os._exit(1)
+
+    def _try(self, name: str, order: Message) -> str:
+        """Call a handler; what it raised, as text."""
+        try:
+            self._call(name, order)
+        except Exception as error:
+            log.exception("holdfast: the %s handler failed", name)
+            return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
+        return ""
+
+    def _tell(self, message: Message) -> None:
+        if self._channel is None:
+            raise UsageError(
+                "the TTP processor was not started", hint="tft_start_processor, ttp_start_processor"
+            )
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)

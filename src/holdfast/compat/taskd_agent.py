@@ -1,0 +1,105 @@
+"""``taskd.api.taskd_agent_api``: what msrun hands its loop to, with ``MS_ENABLE_TFT`` holding ``RSC:1``.
+
+msrun registers four functions (start all, start some, kill, monitor). A worker that ends badly makes all of them start
+again under the same msrun and scheduler: MindSpore's own group cannot take one back. With ``TTP:1`` the others first
+have the time to write the dying checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.compat.hook import TFT_VARIABLE
+from holdfast.errors import UsageError
+from holdfast.session.api import configure_logging
+
+log = logging.getLogger("holdfast")
+
+RESTARTS_VARIABLE = "HOLDFAST_TASKD_MAX_RESTARTS"
+RESTARTS_MAX = 16
+WINDOW_S = 3600.0
+POLL_S = 0.1
+DUMP_S = 60.0
+"""How long workers may take to write the dying checkpoint and leave, where that is switched on."""
+ALL = [-1]
+NAMES = ("START_ALL_WORKER", "MONITOR", "KILL_WORKER")
+
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -> bool:
+    """msrun asks whether it may hand over: only where a restart was asked for; ``TTP:1`` alone ends the job."""
+    configure_logging()
+    _functions.clear()
+    return "RSC:1" in os.environ.get(TFT_VARIABLE, "")
+
+
+def register_func(operator: str, func: Callable[..., Any]) -> bool:
+    """One of msrun's functions, by name."""
+    _functions[operator] = func
+    return True
+
+
+def start_taskd_agent() -> None:
+    """Start the workers, and start all of them again when one ends badly, until all have ended well or it is too much.
+
+    Raises:
+        UsageError: msrun registered not what is needed, or a limit that is no number.
+    """
+    missing = [name for name in NAMES if name not in _functions]
+    if missing:
+        raise UsageError(f"msrun did not register {', '.join(missing)}")
+    text = os.environ.get(RESTARTS_VARIABLE, str(RESTARTS_MAX))
+    if not text.isdecimal():
+        raise UsageError(f"{RESTARTS_VARIABLE}={text} is no number")
+    _Agent(_functions, int(text), "TTP:1" in os.environ.get(TFT_VARIABLE, "")).run()
+
+
+class _Agent:
+    """The loop."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], restarts_max: int, dumps: bool) -> None:
+        self._functions = functions
+        self._restarts_max = restarts_max
+        self._dumps = dumps
+        self._restarted_s: deque[float] = deque()
+
+    def run(self) -> None:
+        self._functions["START_ALL_WORKER"]()
+        while True:
+            failed, running = self._look()
+            if failed:
+                self._restart(failed)
+            elif not running:
+                return
+            time.sleep(POLL_S)
+
+    def _look(self) -> tuple[dict[int, Any], list[int]]:
+        """Global ranks that ended badly (with their status), and those that run."""
+        states = self._functions["MONITOR"](ALL).values()
+        failed = {int(s["global_rank"]): s["status"] for s in states if s["status"] not in (None, 0)}
+        return failed, [int(s["global_rank"]) for s in states if s["status"] is None]
+
+    def _restart(self, failed: dict[int, Any]) -> None:
+        began_s = time.monotonic()
+        running = [0]
+        while self._dumps and running and time.monotonic() - began_s < DUMP_S:
+            time.sleep(POLL_S)
+            _, running = self._look()
+        while self._restarted_s and began_s - self._restarted_s[0] > WINDOW_S:
+            self._restarted_s.popleft()
+        self._functions["KILL_WORKER"](ALL)
+        ranks = ", ".join(f"rank {rank} (status {status})" for rank, status in sorted(failed.items()))
+        if len(self._restarted_s) >= self._restarts_max:
+            log.error("holdfast: %s ended; %d restarts within %g s are the limit: the job ends", ranks,
+                      self._restarts_max, WINDOW_S)  # fmt: skip
+            raise SystemExit(1)
+        self._restarted_s.append(began_s)
+        log.error("holdfast: %s ended: all workers start again (%d of %d)", ranks, len(self._restarted_s),
+                  self._restarts_max)  # fmt: skip
+        self._functions["START_ALL_WORKER"]()

@@ -1,0 +1,87 @@
+"""msrun's hook: all workers start again after a bad end, within a limit; a good end ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.compat import taskd_agent
+from holdfast.errors import UsageError
+
+
+class Msrun:
+    """Workers whose ends are written down before: one list of statuses per life."""
+
+    def __init__(self, lives: list[list[int | None]]) -> None:
+        self.lives = lives
+        self.started = self.killed = self.looks = 0
+
+    def register(self) -> None:
+        taskd_agent.register_func("START_ALL_WORKER", self.start)
+        taskd_agent.register_func("KILL_WORKER", self.kill)
+        taskd_agent.register_func("MONITOR", self.monitor)
+
+    def start(self) -> int:
+        self.started += 1
+        return 0
+
+    def kill(self, pids: list[int]) -> int:
+        assert pids == [-1]
+        self.killed += 1
+        return 0
+
+    def monitor(self, ranks: list[int]) -> dict[int, Any]:
+        self.looks += 1
+        life = self.lives[self.started - 1]
+        return {rank: {"pid": 1, "status": status, "global_rank": rank} for rank, status in enumerate(life)}
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{RSC:1}")
+    monkeypatch.setattr(taskd_agent, "POLL_S", 0.0)
+
+
+def test_only_a_restart_that_was_asked_for_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taskd_agent.init_taskd_agent({"Framework": "MindSpore"})
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1}")
+    assert not taskd_agent.init_taskd_agent({"Framework": "MindSpore"})
+
+
+def test_all_start_again_until_all_end_well() -> None:
+    msrun = Msrun([[None, 300], [1, 0], [0, 0]])
+    taskd_agent.init_taskd_agent({})
+    msrun.register()
+    taskd_agent.start_taskd_agent()
+    assert (msrun.started, msrun.killed) == (3, 2)
+
+
+def test_too_many_restarts_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(taskd_agent.RESTARTS_VARIABLE, "2")
+    msrun = Msrun([[9]] * 4)
+    taskd_agent.init_taskd_agent({})
+    msrun.register()
+    with pytest.raises(SystemExit):
+        taskd_agent.start_taskd_agent()
+    assert (msrun.started, msrun.killed) == (3, 3)
+
+
+def test_the_dying_checkpoint_gets_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,RSC:1}")
+    monkeypatch.setattr(taskd_agent, "DUMP_S", 0.2)
+    msrun = Msrun([[None, -9], [0, 0]])
+    taskd_agent.init_taskd_agent({})
+    msrun.register()
+    taskd_agent.start_taskd_agent()
+    assert msrun.killed == 1 and msrun.looks > 10, "it looked until the time was up"
+
+
+def test_a_limit_that_is_no_number_and_missing_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    taskd_agent.init_taskd_agent({})
+    with pytest.raises(UsageError, match="did not register"):
+        taskd_agent.start_taskd_agent()
+    Msrun([[0]]).register()
+    monkeypatch.setenv(taskd_agent.RESTARTS_VARIABLE, "many")
+    with pytest.raises(UsageError, match="is no number"):
+        taskd_agent.start_taskd_agent()

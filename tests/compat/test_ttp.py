@@ -1,0 +1,101 @@
+"""``mindio_ttp`` under a script of the Megatron chapter: any rank dies, one checkpoint is published, all leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast import journal
+from holdfast.compat.line import LOG_VARIABLE
+from holdfast.runtime.spawn import free_port
+from tests.cli.command import clean_environment
+from tests.runtime.runs import exists, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.torch]
+
+HERE = Path(__file__).parent
+BOUND_S = 60
+WORLD = 4
+STEPS = 30
+
+
+def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[journal.Event]]:
+    """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
+    log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
+    command = [sys.executable, str(HERE / "ranks.py"), str(world), str(HERE / "train.py"), str(STEPS),
+               str(free_port()), str(folder), *([fault] if fault else [])]  # fmt: skip
+    env = clean_environment({LOG_VARIABLE: str(log), "GLOO_SOCKET_IFNAME": "lo"})
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=BOUND_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+    def gone() -> bool:
+        return any(event.kind == "gone" for event in journal.read(log).events)
+
+    until("the controller ends", gone, 10)
+    return [int(word) for word in done.stdout.split()], list(journal.read(log).events)
+
+
+def final(folder: Path) -> set[bytes]:
+    """The final weights of all ranks."""
+    return {np.load(path).tobytes() for path in folder.glob("final-*.npy")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[bytes]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, events = run(folder)
+    assert codes == [0] * WORLD and not [e for e in events if e.kind in ("fault", "plan")]
+    weights = final(folder)
+    assert len(weights) == 1
+    return weights
+
+
+def test_rank_0_dies_and_the_next_start_ends_the_same(tmp_path: Path, undisturbed: set[bytes]) -> None:
+    codes, events = run(tmp_path, "0@17:kill")
+    assert codes == [-9, 1, 1, 1]
+    plan = next(e for e in events if e.kind == "plan")
+    assert plan.data == {"step": 17, "writers": [1, 2]}, "one holder of each of the two parts"
+    assert sorted(os.listdir(tmp_path / "step_17")) == ["rank_1.npz", "rank_2.npz"]
+    assert not list(tmp_path.glob("*_tmp"))
+    assert run(tmp_path)[0] == [0] * WORLD
+    assert final(tmp_path) == undisturbed
+
+
+def test_a_rank_in_the_middle_of_its_update_is_no_source(tmp_path: Path) -> None:
+    codes, events = run(tmp_path, "0@9:torn", world=2)
+    assert codes == [1, 1]
+    torn = next(e for e in events if e.kind == "stands" and e.data["rank"] == 0)
+    assert torn.data["why"] == "its update was not completed"
+    assert next(e for e in events if e.kind == "plan").data["writers"] == [1]
+
+
+def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    from holdfast.compat import framework_ttp as ttp
+
+    port = free_port()
+    os.environ[LOG_VARIABLE] = str(tmp_path / "log.jsonl")
+    try:
+        ttp.ttp_init_controller(0, 2, 1)
+        ttp.ttp_start_controller("127.0.0.1", port)
+        ttp.ttp_init_processor(0, [0, 1], 2, 2, 1)
+        ttp.ttp_start_processor("127.0.0.1", port)
+        pid = until("it listens", lambda: [
+            e for e in journal.read(tmp_path / "log.jsonl").events if e.kind == "here"])[0].data["pid"]  # fmt: skip
+        assert pid == os.getpid()
+        listed = subprocess.run(
+            ["pgrep", "-f", f"controllerd 127.0.0.1 {port}"], capture_output=True, text=True
+        )
+        controller = int(listed.stdout)
+        os.kill(controller, 9)
+        until("it is gone", lambda: not exists(controller))
+        ttp.ttp_start_updating_os(-1)
+        ttp.ttp_end_updating_os(1)
+        ttp.tft_report_error(ttp.ReportState.RS_UNKNOWN.value)
+    finally:
+        ttp.tft_destroy_processor()
+        del os.environ[LOG_VARIABLE]

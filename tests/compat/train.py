@@ -1,0 +1,99 @@
+"""A script as the Megatron chapter writes it: data parallel over gloo, its own save and rename handlers.
+
+train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import holdfast.compat.install  # noqa: F401  # the one added line; none after `holdfast compat install`
+
+import mindio_ttp.framework_ttp as ttp  # isort: skip
+
+steps, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+victim, _, at = (sys.argv[4] if len(sys.argv) > 4 else "-1@0:none").partition("@")
+when, how = int(at.split(":")[0]), at.split(":")[1]
+torch.set_num_threads(1)
+
+
+def save(
+    step: int, plan: list[dict[str, object]], args: tuple[int, torch.nn.Module, torch.optim.Optimizer]
+) -> None:
+    """Only the ranks of the plan come here."""
+    iteration, model, optimizer = args
+    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    moments = {
+        f"momentum.{i}": optimizer.state[p]["momentum_buffer"].numpy()
+        for i, p in enumerate(model.parameters())
+    }
+    os.makedirs(f"{folder}/step_{step}_tmp", exist_ok=True)
+    values: dict[str, Any] = {"step": np.array(iteration), **arrays, **moments}
+    np.savez(f"{folder}/step_{step}_tmp/rank_{dist_rank}.npz", **values)
+
+
+def rename(step: int) -> None:
+    os.rename(f"{folder}/step_{step}_tmp", f"{folder}/step_{step}")
+
+
+def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    found = sorted(
+        name for name in os.listdir(folder) if name.startswith("step_") and not name.endswith("_tmp")
+    )
+    if not found:
+        return 0
+    path = f"{folder}/{found[-1]}"
+    data = np.load(f"{path}/{sorted(os.listdir(path))[0]}")
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.data.copy_(torch.from_numpy(data[name]))
+        optimizer.state[parameter]["momentum_buffer"] = torch.from_numpy(data[f"momentum.{i}"].copy())
+    return int(data["step"])
+
+
+@ttp.ttp_to_persist  # type: ignore[untyped-decorator]
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    world = dist.get_world_size()
+    if dist_rank == 0:
+        ttp.ttp_init_controller(dist_rank, world, world // 2, False)
+        ttp.ttp_start_controller("127.0.0.1", port)
+    ttp.ttp_init_processor(dist_rank, list(range(world)), world, world, world // 2, False)
+    ttp.ttp_start_processor("127.0.0.1", port)
+    ttp.ttp_register_save_ckpt_handler(save)
+    ttp.ttp_register_rename_handler(rename)
+    iteration = resume(model, optimizer)
+    ttp.ttp_set_ckpt_args((iteration, model, optimizer))
+    while iteration < steps:
+        generator = torch.Generator().manual_seed(iteration * 100 + dist_rank)
+        ((model(torch.randn(8, 16, generator=generator)) - 1) ** 2).mean().backward()
+        if dist_rank == int(victim) and iteration == when and how in ("kill", "raise"):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the script fell over")
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        ttp.ttp_start_updating_os(-1)
+        if dist_rank == int(victim) and iteration == when and how == "torn":
+            next(iter(model.parameters())).data.zero_()
+            raise ValueError("in the middle of the update")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        iteration += 1
+        ttp.ttp_set_ckpt_args((iteration, model, optimizer))
+        ttp.ttp_end_updating_os(iteration)
+        time.sleep(0.01)
+
+
+dist.init_process_group("gloo")
+dist_rank = dist.get_rank()
+torch.manual_seed(7)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+train(net, torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9))
+weights = torch.cat([p.detach().flatten() for p in net.parameters()]).numpy()
+np.save(f"{folder}/final-{dist_rank}.npy", weights)
+dist.destroy_process_group()
