@@ -32,6 +32,7 @@ WireMessage = (
     | m.LayoutPublished
     | m.FaultSeen
     | o.CopiesDiffer
+    | o.Vouched
     | m.WorkerFailed
     | m.Settled
     | m.SaveReported

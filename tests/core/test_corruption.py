@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.core.corruption import suspects
-from holdfast.core.sightings import CopyDigest
+from holdfast.core.sightings import CopyDigest, ranks_of, ranks_text
 
 
 def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyDigest, ...]]:
@@ -13,7 +15,7 @@ def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyD
     found: dict[int, tuple[CopyDigest, ...]] = {}
     for holders, digests in groups.items():
         for rank, digest in digests.items():
-            found[rank] = (*found.get(rank, ()), CopyDigest(holders, "w", digest))
+            found[rank] = (*found.get(rank, ()), CopyDigest(ranks_text(holders), "w", digest))
     return found
 
 
@@ -34,11 +36,27 @@ def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyD
 def test_the_odd_one_out(
     groups: dict[tuple[int, ...], dict[int, int]], ranks: tuple[int, ...], certain: bool
 ) -> None:
-    found = suspects(told(groups))
+    holders = {rank for group in groups for rank in group}
+    found = suspects(told(groups), holders)
     assert (found.ranks, found.certain) == (ranks, certain)
     assert bool(found.places) == bool(ranks)
 
 
 def test_the_evidence_names_the_place() -> None:
-    found = suspects(told({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 5}}))
+    found = suspects(told({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 5}}), range(4))
     assert found.places == ("w: rank(s) 2 against 3 of 4 holders",)
+
+
+def test_the_dead_have_no_vote() -> None:
+    digests = told({(0, 1, 2, 3): {0: 5, 1: 6, 3: 5}})
+    assert suspects(digests, (0, 1, 3)).ranks == (1,) and suspects(digests, (0, 1, 3)).certain
+    assert not suspects(digests, (0, 1, 2, 3, 4, 5)).ranks == ()
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, unique=True).map(sorted))
+def test_ranks_as_text(ranks: list[int]) -> None:
+    assert list(ranks_of(ranks_text(ranks))) == ranks
+
+
+def test_a_grid_of_ranks_is_short() -> None:
+    assert ranks_text(range(0, 4096, 8)) == "0-4088/8" and len(ranks_of("0-4088/8")) == 512

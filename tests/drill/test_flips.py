@@ -22,7 +22,8 @@ MORE = pytest.mark.skipif(not ALL, reason="make flips")
 @pytest.mark.parametrize(
     ("layout", "nproc", "flips", "save_every"),
     [
-        ("ddp", 4, (("flip", 2, 9), ("flip-optimizer", 0, 40)), 8),
+        ("ddp", 4, (("flip", 2, 9),), 8),
+        pytest.param("ddp", 4, (("flip", 2, 9), ("flip-optimizer", 0, 40)), 8, marks=MORE),
         pytest.param("ddp", 2, (("flip", 1, 9), ("flip-optimizer", 0, 40)), 8, marks=MORE),
         pytest.param("ddp", 3, (("flip", 0, 9), ("flip-optimizer", 2, 40)), 0, marks=MORE),
         pytest.param("hsdp", 4, (("flip", 3, 9), ("flip-optimizer", 1, 40)), 8, marks=MORE),
@@ -34,7 +35,7 @@ def test_a_flipped_bit_is_found_and_undone(
 ) -> None:
     flags = ("--verify-every", str(VERIFY_EVERY))
     exercise = Exercise.builtin(
-        nproc=nproc, size="tiny", layout=layout, steps=60, save_every=save_every, flags=flags
+        nproc=nproc, size="tiny", layout=layout, steps=30 * len(flips), save_every=save_every, flags=flags
     )
     drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
     faults = [Fault(kind, (rank,), step, "forward") for kind, rank, step in flips]
@@ -42,8 +43,8 @@ def test_a_flipped_bit_is_found_and_undone(
     show(verdict)
     assert verdict.passed, verdict
     assert 0 < verdict.steps_redone
-    if nproc == 4:
-        assert verdict.digest == bare_digest(tmp_path / "bare", layout, 60)
+    if nproc == 4 and ALL:
+        assert verdict.digest == bare_digest(tmp_path / "bare", layout, 30 * len(flips))
     events = journal.read(tmp_path / "disturbed" / "events.jsonl").events
     found = [e.data for e in events if e.kind == "corrupted"]
     assert len(found) == len(flips)
@@ -54,3 +55,31 @@ def test_a_flipped_bit_is_found_and_undone(
         assert step <= data["step"] <= step + VERIFY_EVERY, "found late"
     rungs = {"restart_fresh", "restart_checkpoint"} if save_every else {"restart_fresh"}
     assert {report.action for report in verdict.faults} <= rungs
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "action"),
+    [
+        pytest.param("kill", (), "replace", marks=MORE),
+        pytest.param("kill", ("--on-fault", "restart"), "restart_last_gasp", marks=MORE),
+    ],
+)
+def test_a_wrong_copy_is_not_given_away(
+    tmp_path: Path, kind: Kind, flags: tuple[str, ...], action: str
+) -> None:
+    """A rank dies before the flip's turn has come: the survivors compare before anything is taken from them."""
+    exercise = Exercise.builtin(
+        nproc=4, size="tiny", layout="ddp", steps=60, save_every=8, flags=("--verify-every", "1000", *flags)
+    )
+    drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
+    faults = [Fault("flip", (2,), 25, "forward"), Fault(kind, (0,), 28, "forward")]
+    verdict = drill.disturbed("disturbed", faults)
+    show(verdict)
+    assert verdict.identical and not verdict.missed and verdict.code == 0, verdict
+    events = journal.read(tmp_path / "disturbed" / "events.jsonl").events
+    chosen = [e.data["action"] for e in events if e.kind == "verdict"]
+    found = [e.data for e in events if e.kind == "corrupted"]
+    assert [data["ranks"] for data in found] == [[2]] and found[0]["certain"]
+    assert chosen == [action, "restart_checkpoint"]
+    saved = [e.data["step"] for e in events if e.kind == "saved" and e.data["save_kind"] == "last-gasp"]
+    assert saved == []

@@ -65,7 +65,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Moved, Paced, Stalled
+from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Moved, Paced, Stalled, Vouched
 from holdfast.exits import Exit
 
 REMEMBERED = (
@@ -82,7 +82,7 @@ REMEMBERED = (
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
-UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined)
+UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched)
 """What a worker says; everything else that names a member is said to it."""
 
 

@@ -56,7 +56,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import CopiesDiffer, Evidence, Moved, Paced, Stalled
+from holdfast.core.sightings import CopiesDiffer, Evidence, Moved, Paced, Stalled, Vouched
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
 """What counts in the newest generation only."""
@@ -160,6 +160,8 @@ class Controller:
                 self._settle_down(now)
             case CopiesDiffer():
                 self.corruption.differ(now, member, event)
+            case Vouched():
+                self.corruption.vouched(now, member, event)
             case SaveReported():
                 self._save_reported(now, member, event)
             case _ if isinstance(event, PROTOCOL) and not is_stale(event.generation, self.job.generation):

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -23,7 +23,7 @@ from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.policy import CORRUPTION, Failure
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import CopiesDiffer, CopyDigest
+from holdfast.core.sightings import CopiesDiffer, CopyDigest, Vouched, ranks_of
 
 PLACES_MAX = 16
 
@@ -36,12 +36,13 @@ class Suspects(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[str, ...]  # what differs, one line each
 
 
-def suspects(told: Mapping[int, tuple[CopyDigest, ...]]) -> Suspects:
-    """Compare what the ranks told, place by place."""
-    places: dict[tuple[tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
+def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
+    """Compare what the ranks told, place by place; a majority is one of those holders that were ``asked``."""
+    places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, copies in sorted(told.items()):
         for copy in copies:
             places[copy.holders, copy.what][rank] = copy.digest
+    members = frozenset(asked)
     odd: set[int] = set()
     either: set[int] = set()
     lines = []
@@ -51,14 +52,13 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]]) -> Suspects:
             continue
         digest, most = counts.most_common(1)[0]
         wrong = {rank for rank, other in digests.items() if other != digest}
-        if 2 * most > len(holders):
+        voters = sum(rank in members for rank in ranks_of(holders))
+        if 2 * most > voters:
             odd |= wrong
-            lines.append(f"{what}: rank(s) {_text(wrong)} against {most} of {len(holders)} holders")
+            lines.append(f"{what}: rank(s) {_text(wrong)} against {most} of {voters} holders")
         else:
             either |= set(digests)
-            lines.append(
-                f"{what}: rank(s) {_text(set(digests))} differ, no majority of {len(holders)} holders"
-            )
+            lines.append(f"{what}: rank(s) {_text(set(digests))} differ, no majority of {voters} holders")
     ranks = odd or either
     return Suspects(ranks=tuple(sorted(ranks)), certain=bool(odd), places=tuple(lines[:PLACES_MAX]))
 
@@ -80,12 +80,27 @@ class Corruption:
             return
         if event.generation != self._generation:
             self._generation, self._told, self._judged = event.generation, {}, False
-            job.unequal = f"copies of the state of step {event.step} differ between ranks"
-            job.record("copies_differ", step=event.step, rank=member.rank, reason=job.unequal)
+            self._distrust(event.step, member.rank)
             job.timer("copies", job.config.fault_grace_s)
         self._told[member.rank] = event
         if all(m.rank in self._told for m in job.roster.living):
             self._judge(now)
+
+    def vouched(self, now: float, member: Member, event: Vouched) -> None:
+        """A source tells the digests of the state that it is about to save or to give."""
+        recovery = self.recovery
+        asked = recovery.vouchers()
+        if event.generation != self.job.generation or member.rank not in asked:
+            return
+        recovery.vouches[member.rank] = event
+        if not set(asked) <= set(recovery.vouches):
+            return
+        found = suspects({rank: recovery.vouches[rank].copies for rank in asked}, asked)
+        if not found.ranks:
+            recovery.vouched()
+            return
+        self._distrust(event.step, found.ranks[0])
+        self._accuse(now, found, event.step)
 
     def tick(self, now: float, name: str) -> bool:
         """This machine's timer; False when the name is another one."""
@@ -100,10 +115,20 @@ class Corruption:
             return
         self._judged = True
         job.cancel("copies")
-        found = suspects({rank: event.copies for rank, event in self._told.items()})
+        living = [m.rank for m in job.roster.living]
+        found = suspects({rank: event.copies for rank, event in self._told.items()}, living)
+        if not found.ranks:
+            found = msgspec.structs.replace(found, ranks=tuple(sorted(self._told)))
+        self._accuse(now, found, min(event.step for event in self._told.values()))
+
+    def _distrust(self, step: int, rank: int) -> None:
+        self.job.unequal = f"copies of the state of step {step} differ between ranks"
+        self.job.record("copies_differ", step=step, rank=rank, reason=self.job.unequal)
+
+    def _accuse(self, now: float, found: Suspects, step: int) -> None:
+        job = self.job
         members = {m.rank: m for m in job.roster.members}
-        ranks = found.ranks or tuple(sorted(self._told))
-        step = min(event.step for event in self._told.values())
+        ranks = found.ranks
         job.record(
             "corrupted",
             ranks=list(ranks),

@@ -215,6 +215,7 @@ class Settle(Message, frozen=True):
     rewind: int = (
         -1
     )  # all go back to the state of this step that each has in memory; -1: they stay at ``step``
+    vouch: bool = False  # answer ``Vouched``: before the state goes anywhere its copies are compared
 
 
 class Receive(Message, frozen=True):

@@ -45,6 +45,7 @@ from holdfast.core.messages import (
 from holdfast.core.phases import PHASES, Phase
 from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict, judge
 from holdfast.core.replacement import Replacement
+from holdfast.core.sightings import Vouched
 from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
@@ -75,6 +76,8 @@ class Recovery:
         self._in_place = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self._all_opened = False
+        self.is_vouched = False  # all sources of the decision hold equal copies, or need not
+        self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
         self._dead: tuple[int, ...] | None = None  # ranks that a fence names; None: to be counted again
@@ -204,6 +207,19 @@ class Recovery:
             return
         self.settled(now, member, self.replacement.joined(member, message))
 
+    def vouchers(self) -> tuple[int, ...]:
+        """Ranks whose copies are compared before the decided state goes anywhere; empty: nothing is under way."""
+        if self.decided is None or self.is_vouched or self.phase not in ("saving", "replacing"):
+            return ()
+        return tuple(m.rank for m in self.job.roster.living if stands_in(self.decided.sources, m.rank))
+
+    def vouched(self) -> None:
+        """They are equal: the state may be saved, and given to newcomers."""
+        self.is_vouched = True
+        for member in self.job.roster.living:
+            if member.joining or self.phase == "saving":
+                self.remind(member)
+
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
         """A source has written its share, or could not."""
         if self.phase != "saving":
@@ -244,7 +260,9 @@ class Recovery:
                     self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "gasp" and self.phase == "saving":
             for member in living:
-                if member.rank in self.gasp.writing:
+                if member.rank in (
+                    self.gasp.writing if self.is_vouched else set(self.vouchers()) - set(self.vouches)
+                ):
                     self.job.kill(member, f"did not save within {self.job.config.gasp_s:g} s")
         elif name == "leave" and self.phase == "leaving":
             for member in living:
@@ -365,6 +383,8 @@ class Recovery:
         self.final = None
         self._resume = ""
         self.gasp.order = None
+        self.is_vouched = not job.config.verify
+        self.vouches = {}
         self._then = "restart"
         if verdict.stops:
             self._then = "stop"
@@ -423,20 +443,20 @@ class Recovery:
                 self._dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
             return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=self._dead)
         if self.phase == "replacing" and member.joining:
-            return self.replacement.receive(member)
+            return self.replacement.receive(member) if self.is_vouched else None
         if self.phase in ("saving", "retrying", "replacing"):
             if self.decided is None or not stands_in(self.decided.sources, member.rank):
                 return None
-            order = self.gasp.order
-            save = order if order is not None and stands_in(order.sources, member.rank) else None
+            order = self.gasp.order if self.is_vouched else None
             assert self.decided.step is not None
             return Settle(
                 member_id=who,
                 generation=generation,
                 step=self.decided.step,
-                save=save,
+                save=order if order is not None and stands_in(order.sources, member.rank) else None,
                 then=self._then,
                 rewind=self._rewind,
+                vouch=not self.is_vouched and self.phase != "retrying",
             )
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)

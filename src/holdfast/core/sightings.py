@@ -5,6 +5,8 @@ Part of the vocabulary of ``core/messages.py``, under the same rules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId, NodeId
@@ -81,7 +83,7 @@ class Paced(Message, frozen=True):
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
     """Digest of a part of the state that ``holders`` have in common; ``what`` names it, the same on all of them."""
 
-    holders: tuple[int, ...]
+    holders: str  # ranks, as ``ranks_text`` writes them: there may be thousands
     what: str
     digest: int  # xxh3-64
 
@@ -93,3 +95,29 @@ class CopiesDiffer(Message, frozen=True):
     generation: Generation
     step: int
     copies: tuple[CopyDigest, ...]
+
+
+class Vouched(Message, frozen=True):
+    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``."""
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+    copies: tuple[CopyDigest, ...]  # of all that other ranks hold too; empty: cannot be compared
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ``ranks``, short where their distance is always the same: ``0-4088/8``, else ``0,3,4``."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{ranks[0]}-{ranks[-1]}/{step}"
+    return ",".join(map(str, ranks))
+
+
+def ranks_of(text: str) -> Sequence[int]:
+    """Inverse of :func:`ranks_text`. Raises: ValueError."""
+    first, dash, rest = text.partition("-")
+    if not dash:
+        return [int(rank) for rank in text.split(",")]
+    last, _, step = rest.partition("/")
+    return range(int(first), int(last) + 1, int(step))

@@ -80,7 +80,8 @@ class Injected(msgspec.Struct, frozen=True):
 
 
 class Injector:
-    """Injects the faults of a plan one after the other, each after the run recovered from the one before.
+    """Injects the faults of a plan one after the other, each after the run recovered from the one before (unless that
+    one was a flipped bit).
 
     Args:
         run: the run.
@@ -102,8 +103,8 @@ class Injector:
                 return
             with self.out.open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode(injected) + b"\n")
-            if not self._wait_recovered(injected.moment_ns / 1e9):
-                return
+            if fault.kind not in FLIPS and not self._wait_recovered(injected.moment_ns / 1e9):
+                return  # a flip may be found only after the next fault
 
     def _wait_recovered(self, since_s: float) -> bool:
         while not self._resumed(since_s):

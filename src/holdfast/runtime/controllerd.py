@@ -81,6 +81,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         library=settings.library,
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
+        verify=settings.verify_every > 0,
         on_fault=settings.on_fault,
         quiesce_s=settings.quiesce_s,
         grace_s=settings.grace_s,

@@ -24,7 +24,9 @@ from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import SaveId
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
+from holdfast.core.sightings import CopyDigest, Vouched
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
+from holdfast.runtime.client import Client
 from holdfast.session.handover import Giver
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
@@ -329,11 +331,26 @@ class Saver:
         client = self._rank.client
         if client is None:
             return
+        if settle.vouch:
+            client.run_task("vouch", lambda: self._vouch(client, settle))
         if settle.then == "replace" and self._giver is not None:
             giver = self._giver
             client.run_task("give", lambda: giver.give(settle))
         if settle.save is not None and self._adapter.rank in settle.save.sources:
             client.run_task("last-gasp", lambda: self._last_gasp(settle))
+
+    def _vouch(self, client: Client, settle: Settle) -> None:
+        """Tell the digests of what this rank is about to save or to give."""
+        copies: tuple[CopyDigest, ...] = ()
+        try:
+            frozen = self._await_boundary(settle)
+            if self._verifier.active:
+                copies = self._verifier.digests(self._adapter.collect(frozen=frozen))
+        except HoldfastError as error:
+            log.warning("holdfast: this rank's copies cannot be compared: %s", error)
+        client.send(
+            Vouched(member_id=client.member_id, generation=settle.generation, step=settle.step, copies=copies)
+        )
 
     def _last_gasp(self, settle: Settle) -> None:
         order = settle.save

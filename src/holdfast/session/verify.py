@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from holdfast.adapters.base import Adapter, Collected, ComparesCopies
 from holdfast.core.ids import NO_GENERATION, Generation
-from holdfast.core.sightings import CopyDigest
+from holdfast.core.sightings import CopyDigest, ranks_text
 from holdfast.core.vote import Ballot, Tally
 from holdfast.session.rank import Rank
 from holdfast.store.copies import Copies, Extent, Group, runs
@@ -102,7 +102,7 @@ class Verifier:
             self._drop_unknown(collected)
             slices = () if self._copies is None else self._copies.whole()
         return tuple(
-            CopyDigest(group.holders, name, self._hash(collected, part))
+            CopyDigest(ranks_text(group.holders), name, self._hash(collected, part))
             for group, extents in slices
             for name, part in runs(extents)
         )

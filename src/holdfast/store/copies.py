@@ -21,7 +21,7 @@ from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 
 PLAN_MODULUS = 1 << 20
 ALIGNMENT_BYTES = 64
-NAMED_MAX = 256
+NAMED_MAX = 32
 
 
 class Extent(NamedTuple):

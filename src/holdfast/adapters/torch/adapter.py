@@ -210,9 +210,10 @@ class TorchAdapter:
 
     def digest(self, collected: Collected, parts: Sequence[tuple[str, Box, int, int]]) -> int:
         """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
-        if self._prints is None or self._prints.state is not collected:
-            self._prints = Fingerprints(collected)
-        return self._prints.digest(parts)
+        prints = self._prints  # two threads may ask, each about a collection of its own
+        if prints is None or prints.state is not collected:
+            prints = self._prints = Fingerprints(collected)
+        return prints.digest(parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Lock pages for copies from a GPU (``adapters.base.PinsMemory``); nothing to do where none is in use."""
