@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang soak-store chaos partitions bench clean
+.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang soak-store fuzz-store chaos partitions bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -61,6 +61,9 @@ memory: venv  ## the memory tier: lost shards, torn and damaged states, each com
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000
+
+fuzz-store: venv  ## 20,000 changes of each kind to the files of a checkpoint: refused, or without effect (12 minutes)
+	MALLOC_ARENA_MAX=1 $(VENV)/bin/python -m tests.hostile.fuzz --examples 20000
 
 bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minutes); markdown tables
 	$(VENV)/bin/python bench/startup.py

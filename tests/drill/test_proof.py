@@ -21,6 +21,7 @@ from holdfast.drill.grammar import DEATHS, PHASES, Fault
 from holdfast.drill.matrix import LAYOUTS, NPROC, SPACING, VICTIMS, drill_for, pairwise, steps_for
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.errors import UnsupportedError, UserError
+from holdfast.runtime.settings import RunSettings
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3
@@ -66,7 +67,9 @@ def test_ddp_loses_nothing(tmp_path: Path) -> None:
     assert [fault.phase for fault in verdict.faults] == asked
     runs = tmp_path / "ddp"
     digests = {
-        digest_of_checkpoint(runs / name / "checkpoints", name, verdict.steps)
+        digest_of_checkpoint(
+            runs / name / "checkpoints", RunSettings.load(runs / name).saves_as, verdict.steps
+        )
         for name in ("undisturbed", "disturbed")
     }
     assert len(digests) == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.adapters.numpy import NumpyState
-from holdfast.errors import CheckpointInvalid
+from holdfast.errors import CheckpointInvalid, StoreWriteError
 from holdfast.store.reader import load_into
 from holdfast.store.validity import inspect
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
@@ -197,3 +197,17 @@ def test_two_bad_copies_of_one_extent_are_fatal(tmp_path: Path) -> None:
     assert not found.valid and "no intact copy of b[0:100]" in found.reason
     with pytest.raises(CheckpointInvalid, match="do not match their digest"):
         load(path, world)
+
+
+def test_saving_the_same_again_heals_what_was_damaged_meanwhile(saved: tuple[Path, World]) -> None:
+    """A share is never believed to be there because its manifest is."""
+    path, world = saved
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    for file in path.glob("shard-*"):
+        flip(file, file.stat().st_size - 1)
+    assert not inspect(path, deep=True).valid
+    assert save(path.parent, world, save_id())[-1].sealed
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    flip(path / "rank-r00001.json", 300)
+    with pytest.raises(StoreWriteError, match=r"rank-r00001\.json: digest does not match"):
+        save(path.parent, world, save_id())

@@ -25,7 +25,7 @@ from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
-from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.settings import RunSettings, new_launch
 
 DEFAULT_PORT = 29500
 RUN_HELP = "holdfast run --help"
@@ -68,12 +68,12 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     nodes = _nodes(values, given)
     kind, target = _kind(values), _target(_kind(values), script)
     nproc = worker_count(str(values["nproc_per_node"]))
-    run_id = _run_id(values["run_id"], script)
-    run_id = f"{run_id}-{nodes.node}" if nodes.several else run_id
+    run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
     settings = RunSettings(
         run_id=run_id,
+        launch=new_launch() if values["run_id"] or nodes.several else "",
         kind=kind,
         target=target,
         args=args,
@@ -115,8 +115,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     )
     if not nodes.several:
         _check_address(settings, given)
-    token = _token(values["token_file"], nodes)
     notes += _node_notes(nodes, settings)
+    token = _token(values["token_file"], nodes)
     shown = shown_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)
 

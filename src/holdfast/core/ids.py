@@ -22,7 +22,8 @@ RunId = NewType("RunId", str)
 EVERYBODY = MemberId(0)
 """In a message to an agent: every worker of its node."""
 
-RUN_ID_PATTERN = r"[a-z0-9][a-z0-9-]{0,63}"
+RUN_ID_LENGTH_MAX = 64
+RUN_ID_PATTERN = rf"[a-z0-9][a-z0-9-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
 
 class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -35,14 +35,17 @@ def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] 
     return total.hexdigest()
 
 
-def digest_of_checkpoint(root: Path, run_id: str, step: int) -> str:
-    """Digest over names, types, shapes and bytes of all tensors of the checkpoint that ``run_id`` left at ``step``.
+def digest_of_checkpoint(root: Path, run: str, step: int) -> str:
+    """Digest over names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
+
+    Args:
+        run: its ``RunSettings.saves_as``.
 
     Raises:
         NothingToResume: there is none.
         CheckpointInvalid: a byte of it is wrong.
     """
-    path = Root(root).newest_valid(step, run=run_id).require().path
+    path = Root(root).newest_valid(step, run=run).require().path
     tensors = load_catalogue(path).tensors
     names = [tensor.fqn for tensor in tensors]
     total = xxhash.xxh3_128()

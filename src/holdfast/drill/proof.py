@@ -16,6 +16,7 @@ from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.exits import Exit
+from holdfast.runtime.settings import RunSettings
 
 MODULE = "holdfast.drill.train"
 
@@ -159,4 +160,5 @@ class Drill:
                 "the script has no holdfast.session with a checkpoint directory: there is nothing to compare",
                 hint="wrap its model and optimizer in holdfast.session(...), see README.md",
             )
-        return digest_of_checkpoint(Path(outcome.root), outcome.directory.name, outcome.step)
+        run = RunSettings.load(outcome.directory).saves_as
+        return digest_of_checkpoint(Path(outcome.root), run, outcome.step)

@@ -65,7 +65,7 @@ from holdfast.runtime.procs import (
     writers,
 )
 from holdfast.runtime.rundir import RunDir, probe_path, write_private
-from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.settings import RunSettings, without_launch
 from holdfast.runtime.spawn import Order, free_port
 from holdfast.runtime.watch import Watcher
 from holdfast.store.memory import kept_steps
@@ -481,7 +481,7 @@ def with_interface(settings: RunSettings) -> RunSettings:
 
 def share_checkpoints(run: RunDir, job: str) -> None:
     """Checkpoints of a script that names no directory go beside the run directories of all nodes, under the job."""
-    common = run.path.parent / f"{job}.checkpoints"
+    common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)
     if not run.checkpoints.exists():
         run.checkpoints.symlink_to(common)

@@ -71,7 +71,7 @@ def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
     """The controller's settings for this run. Several nodes are watched more closely than one."""
     config = Config(
-        run_id=settings.job_id,
+        run_id=settings.saves_as,
         world_size=settings.nproc * settings.nnodes,
         nnodes=settings.nnodes,
         nodes_min=settings.nnodes_min,

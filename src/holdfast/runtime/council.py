@@ -192,7 +192,7 @@ class Council:
                 enough_s = enough_s or time.monotonic()
                 if here >= settings.nnodes_max or time.monotonic() - enough_s > GATHER_S:
                     self._journal.append("founded", {"voters": [str(n) for n in sorted(peers.here)]})
-                    peers.name_job(settings.run_id)
+                    peers.name_job(settings.saves_as)
                     break
             if time.monotonic() > deadline:
                 self._on_end(f"{here} of {settings.nnodes} agents met within {FORM_S:g} s")

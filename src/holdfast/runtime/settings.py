@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.core.progress import Limits
 from holdfast.errors import UsageError
 from holdfast.runtime.frameworks import FrameworkName
 from holdfast.runtime.rundir import write_private
 
 SETTINGS_FILE = "run.json"
+
+
+def new_launch() -> str:
+    """A value for ``RunSettings.launch``."""
+    return f"s{secrets.token_hex(3)}"
+
+
+def without_launch(name: str) -> str:
+    """The part of ``RunSettings.saves_as`` that all starts of the run share."""
+    return re.sub(r"-s[0-9a-f]{6}$", "", name)
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +38,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run_id: str
+    launch: str = ""  # tells this start of the run from every other one under the same ``run_id``
     kind: Literal["script", "module", "executable"] = "script"
     target: str = ""
     args: tuple[str, ...] = ()
@@ -87,8 +101,15 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """The name that checkpoints carry: the same on all nodes."""
+        """The name of the job: the same on all nodes."""
         return self.job or self.run_id
+
+    @property
+    def saves_as(self) -> str:
+        """The name that checkpoints carry: the same on all nodes, and none of an earlier start."""
+        if self.job or not self.launch:
+            return self.job_id
+        return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
 
     @property
     def several(self) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
-from holdfast.core.ids import SaveId
+from holdfast.core.ids import Generation, SaveId
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.core.sightings import CopyDigest, Vouched
@@ -104,7 +104,7 @@ class Saver:
         self._size = -1
         self._noting = threading.Lock()  # a small save is written before its cost is known
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
-        self._attempts: dict[int, int] = {}
+        self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[int, Catalogue, Plan] | None = None
         self._giver: Giver | None = None
         if rank.client is not None:
@@ -145,7 +145,6 @@ class Saver:
 
     def rewound(self, step: int) -> None:
         """The job stands at an earlier ``step`` again: what follows is saved as for the first time, by all ranks."""
-        self._attempts = {at: count for at, count in self._attempts.items() if at <= step}
         self.saved_step = min(self.saved_step, step)
 
     def inherit(self, order: Receive) -> None:
@@ -206,10 +205,11 @@ class Saver:
         """
         if self.root is None:
             return False
-        step = self._rank.step
-        attempt = self._attempts.get(step, 0)
-        self._attempts[step] = attempt + 1
-        save_id = SaveId(self._run, self._rank.machine.generation, step, attempt, kind)
+        # A newcomer has not seen the saves of earlier generations: the number must not depend on them.
+        now = self._rank.machine.generation, self._rank.step
+        attempt = self._attempts.get(now, 0)
+        self._attempts[now] = attempt + 1
+        save_id = SaveId(self._run, *now, attempt, kind)
         self._rank.enter(Phase.SAVE)
         try:
             return self._save(save_id, self.root, wait)

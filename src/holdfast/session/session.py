@@ -137,7 +137,7 @@ class Session:
         every = settings.memory or 0
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
-            run, run_s = about.job_id, time.time() - about.created_at
+            run, run_s = about.saves_as, time.time() - about.created_at
             verify_every = about.verify_every
             shared = None if library else RunDir(client.run_dir).pages()
             every = about.memory_every if settings.memory is None else settings.memory

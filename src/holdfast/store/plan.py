@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
+from holdfast.store.cover import uncovered
 from holdfast.store.grid import Held, Integers
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, TensorEntry, subtract
 
@@ -319,13 +320,17 @@ def _boxes(held: Held, places: Integers) -> list[Box]:
 
 
 def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The regions of a tensor of ``shape`` that no box covers; empty when it is covered completely."""
+    """The regions of a tensor of ``shape`` that no box covers; empty when it is covered completely.
+
+    Raises:
+        StateError: it cannot be told, see ``cover.py``.
+    """
     whole = Box.whole(shape)
     if not boxes:
         return [whole]
     if whole in boxes or _is_grid(shape, boxes):
         return []
-    return subtract(whole, boxes)
+    return uncovered(shape, boxes)
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:

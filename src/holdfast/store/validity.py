@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.ids import SaveId
-from holdfast.errors import CheckpointInvalid
+from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.store import manifest as form
 from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, decode_header
@@ -171,8 +171,10 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
             if intact[record.file]:
                 stored = Stored(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
                 boxes.setdefault(record.fqn, []).append(stored)
+    # In C order: what a load still looks for then stays a few regions, however many boxes there are.
+    sorted_boxes = {fqn: tuple(sorted(found, key=lambda s: s.record.box)) for fqn, found in boxes.items()}
     index = Index(
-        first.save_id, catalogue, manifests, digests, {fqn: tuple(s) for fqn, s in boxes.items()}, tuple(damage),
+        first.save_id, catalogue, manifests, digests, sorted_boxes, tuple(damage),
         sum(entry.size_bytes for m in manifests.values() for entry in m.files),
     )  # fmt: skip
     check_coverage(index, where, {})
@@ -260,7 +262,10 @@ def check_coverage(index: Index, where: Place, bad: Mapping[int, Collection[int]
             else:
                 for n, (start, size_bytes, _) in enumerate(stored.extents()):
                     boxes += () if n in wrong else stored.regions(start, size_bytes)
-        holes = missing(tensor.shape, boxes)
+        try:
+            holes = missing(tensor.shape, boxes)
+        except StateError as error:
+            raise CheckpointInvalid(f"{where}: tensor {tensor.fqn!r}: {error.message}") from error
         if holes:
             cause = f" ({index.damage[0]})" if index.damage else ""
             raise CheckpointInvalid(f"{where}: no intact copy of {tensor.fqn}{holes[0]}{cause}")
@@ -291,6 +296,19 @@ def check_contents(
     if damage:
         check_coverage(msgspec.structs.replace(index, damage=tuple(damage)), directory.path, bad)
     return tuple(damage)
+
+
+def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
+    """What is damaged of the shard files of one rank; everything is read."""
+    damage: list[str] = []
+    for number, entry in enumerate(manifest.files):
+        if _intact(directory, entry, damage, headers=True):
+            with directory.open_file(entry.name) as file:
+                for record in manifest.tensors:
+                    if record.file == number:
+                        stored = Stored(manifest.rank, entry.name, manifest.extent_size_bytes, record)
+                        damage += bad_extents(file, stored).values()
+    return damage
 
 
 def bad_extents(file: SourceFile, stored: Stored, progress: Progress = _quiet) -> dict[int, str]:

@@ -7,7 +7,8 @@ writes the seal; several ranks may do so at once, because the seal is a pure fun
 Invariants:
 1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, (with copies)
    its copy, directory fsync, seal.
-2. Nothing that a manifest names is ever written again: a finished share is compared, never replaced.
+2. What a manifest names is never replaced by anything else: a finished share is compared. Its files are read, too, and
+   written once more when they are damaged.
 3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
 """
 
@@ -31,7 +32,7 @@ from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, Ran
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place
 from holdfast.store.plan import Plan, WriteItem
-from holdfast.store.validity import read_index, seal_of
+from holdfast.store.validity import read_index, seal_of, share_damage
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
 
 
@@ -107,6 +108,8 @@ def write_share(
         data = form.encode_manifest(manifest)
         directory.sync()
         _put_manifest(directory, data, rank, name)
+        if done and share_damage(directory, manifest):
+            share.write(groups)
         if plan.copies > 1:
             _put_manifest(directory, data, rank, form.copy_name(name))
         sealed = try_seal(directory, plan.sources, f"r{rank:05d}")

@@ -25,9 +25,10 @@ import torch
 from holdfast.adapters.torch.boxes import DTYPES
 from holdfast.adapters.torch.records import Name, Record, read_records
 from holdfast.adapters.torch.scratch import scratch_tensors
-from holdfast.errors import CheckpointInvalid
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.cover import uncovered
 from holdfast.store.files import Directory, read_at
-from holdfast.store.layout import DIMENSIONS_MAX, Box, Shape, subtract
+from holdfast.store.layout import DIMENSIONS_MAX, Box, Shape
 
 METADATA_NAME = ".metadata"
 METADATA_SIZE_BYTES_MAX = 1024 * 1024 * 1024
@@ -195,7 +196,11 @@ def _tensor(
         if box.numel:
             boxes.append(box)
             chunks.append(Chunk(box, *_place(stored, name, box.offsets, where)))
-    if whole.numel and (missing := subtract(whole, boxes)):
+    try:
+        missing = uncovered(shape, boxes)
+    except StateError as error:
+        _refuse(where, f"{name}: {error.message}")
+    if missing:
         _refuse(where, f"{name}: no chunk holds {missing[0]}")
     if sum(box.numel for box in boxes) != whole.numel:
         _refuse(where, f"{name}: its chunks overlap")
