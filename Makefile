@@ -38,8 +38,8 @@ check: venv  ## lint, format, types, rings
 frameworks:  ## tests with Hugging Face, Lightning, Megatron, MindSpore, ...: each in an environment of its own
 	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/frameworks
 
-matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes)
-	$(VENV)/bin/python -m holdfast.drill.matrix
+matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes; LAYOUT=tp, pp or pp-tp: that one)
+	$(VENV)/bin/python -m holdfast.drill.matrix $(if $(LAYOUT),--layout $(LAYOUT))
 
 flips: venv  ## bits flipped in weights and optimizer state of live ranks, 2 to 6 holders (3 minutes)
 	HOLDFAST_FLIPS=1 $(VENV)/bin/python -m pytest tests/drill/test_flips.py

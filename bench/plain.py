@@ -22,7 +22,7 @@ def load(parts: Parts, path: Path) -> int:
     if not path.exists():
         return 0
     found: dict[str, Any] = torch.load(path, weights_only=True)
-    parts.gpt.load_state_dict(found["model"])
+    parts.model.load_state_dict(found["model"])
     parts.optimizer.load_state_dict(found["optimizer"])
     parts.scheduler.load_state_dict(found["scheduler"])
     return int(found["step"])
@@ -30,7 +30,7 @@ def load(parts: Parts, path: Path) -> int:
 
 def save(parts: Parts, path: Path, step: int) -> None:
     """Replace the checkpoint."""
-    state = {"model": parts.gpt.state_dict(), "optimizer": parts.optimizer.state_dict(),
+    state = {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict(),
              "scheduler": parts.scheduler.state_dict(), "step": step}  # fmt: skip
     torch.save(state, path.with_suffix(".partial"))
     path.with_suffix(".partial").replace(path)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from holdfast.adapters.torch.fabric import Fabric, fabric
-from holdfast.adapters.torch.heal import heal, heal_scaler, rehearsals_needed
+from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
+from holdfast.adapters.torch.heal import heal, heal_pipelines, heal_scaler, rehearsals_needed
 from holdfast.core.ids import Generation
 from tests.adapters.features import digest
 from tests.adapters.worlds import Line
@@ -214,3 +215,62 @@ def rehearse(line: Line, fresh_at: int, rehearsals: bool, static: bool) -> dict[
         optimizer.zero_grad()
     assert not rehearsals_needed(model)
     return {"digest": digest(model.parameters()), "passes": passes}
+
+
+def pipeline_retry(line: Line, several: bool, where: str, healed: bool = True) -> str:
+    """Train a pipeline of two ranks; the last one aborts step 3 in its second micro-batch, the other one hears of it.
+
+    Shapes are asked of the neighbours, again after the abort. ``several``: two stages per rank, interleaved.
+    """
+    dist.init_process_group("gloo")
+    state = fabric()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(Block(), Bomb()) for _ in range(4)]
+    own = [line.rank, line.rank + 2] if several else [line.rank]
+    stages: list[Any] = [PipelineStage(layers[i], i, 4 if several else 2, torch.device("cpu")) for i in own]
+    loss_fn = nn.MSELoss()
+    run: Any = (
+        ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_fn)
+        if several
+        else Schedule1F1B(stages[0], 4, loss_fn=loss_fn)
+    )
+    optimizer = torch.optim.AdamW([p for i in own for p in layers[i].parameters()], lr=1e-2)
+    bomb = layers[own[-1]][1]
+    assert isinstance(bomb, Bomb)
+    passes = 0
+
+    def act() -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            state.poison("the test says so")
+            raise Boom
+
+    bomb.action = act
+
+    def work(step: int) -> None:
+        if line.rank == 0:
+            run.step(_batch(step, 0))
+        else:
+            run.step(target=_batch(step, 1), losses=[])
+
+    for step in range(STEPS):
+        if step == ABORTED_STEP and where:
+            bomb.armed = where if line.rank == 1 else ""
+            with _shielded(state):
+                try:
+                    work(step)
+                except (Boom, GroupAborted):
+                    pass
+                except RuntimeError as error:  # torch wraps what a stage raises
+                    assert "stage" in str(error) or "forward" in str(error), error
+            assert state.poisoned and state.quiesce()
+            bomb.armed = ""
+            optimizer.zero_grad()
+            if healed:
+                heal_pipelines()
+            state.reconfigure(Generation(1, 2))
+        work(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest([p for i in own for p in layers[i].parameters()])

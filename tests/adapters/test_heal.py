@@ -35,6 +35,15 @@ def test_without_healing_fsdp2_goes_on_with_other_weights(worlds: Worlds) -> Non
     assert retried != undisturbed
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pipeline_goes_on_as_if_nothing_had_been(worlds: Worlds, several: bool) -> None:
+    undisturbed = worlds.values(aborts.pipeline_retry, several=several, where="")
+    for where in ("forward", "backward"):
+        assert worlds.values(aborts.pipeline_retry, several=several, where=where) == undisturbed
+    unhealed = worlds.run(aborts.pipeline_retry, 2, several=several, where="backward", healed=False)
+    assert [result.get("value") for result in unhealed] != undisturbed
+
+
 def test_scaler_does_not_step_with_scaled_gradients(worlds: Worlds) -> None:
     undisturbed = worlds.values(aborts.scaler_retry, 1, aborted=False, healed=False)
     assert worlds.values(aborts.scaler_retry, 1, aborted=True, healed=True) == undisturbed

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from holdfast.cli.drill import show
 from holdfast.cli.main import answer
 from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill import train
-from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
+from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import DEATHS, PHASES, Fault
 from holdfast.drill.matrix import LAYOUTS, NPROC, SPACING, VICTIMS, drill_for, pairwise, steps_for
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
+from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.runtime.settings import RunSettings
 
@@ -27,8 +29,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)
 SEED = 3
 
 
-def bare_digest(directory: Path, layout: str, steps: int) -> str:
-    """What the bare twin ends with under plain torchrun."""
+def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str] = COMPARED) -> str:
+    """What the bare twin ends with under plain torchrun (four ranks)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC)]
     script = ["-m", "holdfast.drill.bare", "--size", "tiny", "--layout", layout, "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -36,7 +38,7 @@ def bare_digest(directory: Path, layout: str, steps: int) -> str:
         [*command, *script, "--result", str(directory)],
         env=environment, check=True, timeout=200, capture_output=True,
     )  # fmt: skip
-    return digest_of_results(directory, NPROC)
+    return digest_of_results(directory, NPROC, compared)
 
 
 def prove(base: Path, layout: str, faults: list[Fault]) -> Verdict:
@@ -85,6 +87,32 @@ def test_two_ranks_at_once_and_a_random_moment(tmp_path: Path) -> None:
         "ddp",
         [Fault("kill", (0, 3), SPACING, "backward"), Fault("kill", (1,), 2 * SPACING, "moment")],
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "rungs"),
+    [
+        ("tp", [Fault("kill", (1,), 6, "backward")], ["replace"]),
+        # Stage 1 loses one of its copies, later both stages lose all: everything comes from disk.
+        (
+            "pp",
+            [Fault("kill", (2,), 6, "vote"), Fault("kill", (0, 1, 2, 3), 14, "forward")],
+            ["replace", "restart_checkpoint"],
+        ),
+    ],
+)
+def test_a_model_in_parts_is_the_same_after_a_loss(
+    tmp_path: Path, layout: str, faults: list[Fault], rungs: list[str]
+) -> None:
+    """Tensor parallel and pipeline, two copies each: the copy gives what the lost part was."""
+    steps = 24
+    exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout=layout, steps=steps, save_every=4)
+    runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
+    results = tmp_path / "results"
+    outcome = runner.run("disturbed", ("--result", str(results)), faults, SEED)
+    assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
+    assert [event.data["action"] for event in outcome.events if event.kind == "verdict"] == rungs
+    assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
 
 def test_every_pair_of_values_is_covered() -> None:

@@ -1,12 +1,13 @@
 """Which tensors of a checkpoint are the model's, and the plain values of all its writers, whatever framework wrote it.
 
 Theory. A session's values name every tensor that is not the model's (``adapters/values.py``). With pipeline stages each
-writer knows the optimizer state of its own parameters only, so the values of all writers are joined.
+writer knows the optimizer state of its own parameters only, so the values of all writers are joined, or of those that
+a rank needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from holdfast.adapters.values import Plain, join
@@ -16,13 +17,17 @@ from holdfast.store.place import Place
 from holdfast.store.reader import load_catalogue, load_values_of_all
 
 
-def joined_values(path: Place) -> dict[str, Plain]:
+def joined_values(path: Place, names: Collection[str] | None = None) -> dict[str, Plain]:
     """The values of the first writer, with optimizer state, aliases and transient names of all of them.
+
+    Args:
+        names: tensors of the rank that asks: writers that have nothing to say about them are left out, and the one that
+            has most is the first.
 
     Raises:
         CheckpointInvalid: damaged.
     """
-    first, *others = load_values_of_all(path)
+    first, *others = load_values_of_all(path, names)
     values = cast(dict[str, Plain], dict(first))
     if not is_sessions(values):
         return values

@@ -15,7 +15,7 @@ from rich.text import Text
 from holdfast.cli.console import Screen
 from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill.grammar import Fault, parse_fault
-from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
+from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torch
 from holdfast.drill.timeline import FaultReport
 from holdfast.exits import Exit
 
@@ -41,7 +41,7 @@ DEFAULT_STEPS = 40
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="Workers.")
 @click.option("--size", type=click.Choice(["tiny", "small", "10m"]), default="10m", show_default=True,
               help="Model of the built-in training.")  # fmt: skip
-@click.option("--layout", type=click.Choice(["ddp", "hsdp"]), default="ddp", show_default=True,
+@click.option("--layout", type=click.Choice(LAYOUTS), default="ddp", show_default=True,
               help="How the built-in training is distributed.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(4, 100_000), default=DEFAULT_STEPS, show_default=True,
               help="Steps of the built-in training.")  # fmt: skip

@@ -76,16 +76,18 @@ def main() -> None:
     trace = Trace(settings.trace, rank)
     loss = 0.0
     for step, batch in batches(parts, settings.steps, settings.seed):
-        reseed(settings.seed, rank, step)
+        reseed(settings.seed, parts.copy, step)
         loss = accumulate(parts, batch)
         average_statistics(parts)
         parts.optimizer.step()
         parts.scheduler.step()
         parts.optimizer.zero_grad()
         trace.committed(step + 1)
-    if settings.layout == "ddp" and dist.is_initialized():
-        for buffer in parts.gpt.buffers():  # DDP would do it before the next forward: buffers follow rank 0
-            dist.broadcast(buffer, 0)
+    if parts.group is not None:
+        for (
+            buffer
+        ) in parts.model.buffers():  # DDP would do it before the next forward: buffers follow its rank 0
+            dist.broadcast(buffer, dist.get_global_rank(parts.group, 0), group=parts.group)
     if settings.result is not None:
         write_result(result_of(parts, settings, rank, world_size, loss), settings.result)
     # No destructors: ~ProcessGroupGloo holds the GIL and waits for gloo's loop, which may hold its lock and want the

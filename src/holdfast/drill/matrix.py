@@ -1,6 +1,6 @@
 """Every phase x victim x way to die x layout, and many kills at random moments: each compared bit for bit.
 
-``python -m holdfast.drill.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``
+``python -m holdfast.drill.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``; all layouts but ddp and hsdp by name
 ``python -m holdfast.drill.matrix --soak 50``
 
 One undisturbed run per layout; several faults per disturbed run, each after the recovery from the one before.
@@ -18,7 +18,8 @@ from itertools import product
 from pathlib import Path
 
 from holdfast.drill.grammar import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
-from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
+from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
+from holdfast.drill.proof import NPROC_STEP, Drill, Exercise, Verdict, require_torch
 
 NPROC = 4
 LAYOUTS = ("ddp", "hsdp")
@@ -53,7 +54,8 @@ def steps_for(faults: int) -> int:
 
 def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:
     """A drill on the tiny model, quiet."""
-    exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY)
+    nproc = max(NPROC, 2 * NPROC_STEP.get(layout, 1))
+    exercise = Exercise.builtin(nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY)
     return Drill(base / layout, exercise, seed, lambda _name, _step, _done: None)
 
 
@@ -132,7 +134,7 @@ def random_faults(kills: int, seed: int) -> list[Fault]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description="prove the recovery, cell by cell")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--layout", choices=ALL_LAYOUTS, action="append")
     parser.add_argument("--kind", choices=DEATHS, action="append")
     parser.add_argument("--soak", type=int, default=0, metavar="KILLS")
     parser.add_argument("--seed", type=int, default=1)

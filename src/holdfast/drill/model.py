@@ -81,10 +81,49 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """``tokens`` and ``targets``: int64, shape ``(batch, context)``."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
-        x = self.statistics(x.flatten(0, 1)).view_as(x)
+        x = embed(self, tokens)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return next_byte_loss(self.head(self.norm(x)), targets)
+
+
+class Stage(nn.Module):
+    """One part of a pipeline: some blocks of a :class:`Gpt`, under the names that they have in the whole model.
+
+    Args:
+        gpt: the whole model.
+        index: of the part, of ``parts``.
+    """
+
+    def __init__(self, gpt: Gpt, index: int, parts: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = index == 0, index == parts - 1
+        if self.is_first:
+            self.tokens, self.positions, self.statistics = gpt.tokens, gpt.positions, gpt.statistics
+        edges = [len(gpt.blocks) * i // parts for i in range(parts + 1)]
+        own = range(edges[index], edges[index + 1])
+        self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in own})
+        if self.is_last:
+            self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (the first part) or activations in, activations or logits (the last part) out."""
+        if self.is_first:
+            x = embed(self, x)
+        for block in self.blocks.values():
+            x = block(x)
+        if self.is_last:
+            x = self.head(self.norm(x))
+        return x
+
+
+def embed(model: Gpt | Stage, tokens: Tensor) -> Tensor:
+    """Activations of the first block, shape ``(batch, context, width)``."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    x: Tensor = model.tokens(tokens) + model.positions(places)
+    return model.statistics(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
+
+
+def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy, a scalar."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -30,7 +31,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from holdfast.core.page import TrapAction
 from holdfast.drill.corpus import load
-from holdfast.drill.model import SIZES, Gpt, Size
+from holdfast.drill.layouts import divide, run_pipeline
+from holdfast.drill.model import SIZES, Gpt, Size, Stage
+from holdfast.drill.proof import LAYOUTS
 from holdfast.runtime.client import Client
 
 ACCUMULATION = 2
@@ -59,7 +62,7 @@ class Settings:
 def parse(argv: Sequence[str] | None = None) -> Settings:
     """The command line of the training script and of its twin."""
     parser = argparse.ArgumentParser(description="byte-level GPT on the sources of the standard library")
-    parser.add_argument("--layout", choices=("ddp", "hsdp"), default="ddp")
+    parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1234)
@@ -100,23 +103,21 @@ class Windows(Dataset[Pair]):
 
 @dataclass
 class Parts:
-    """One rank's training: ``network`` is what forward calls (wrapped), ``gpt`` the model inside."""
+    """One rank's training: ``network`` is what forward calls (wrapped), ``model`` (a ``Gpt`` or one stage) is inside.
 
-    gpt: Gpt
+    ``copy`` says which of the ranks, or groups of ranks, with data of their own this one belongs to; ``group`` are the
+    ranks whose buffers are the first one's.
+    """
+
+    model: nn.Module
     network: nn.Module
+    copy: int
+    group: Any
+    pipeline: Schedule1F1B | None
     optimizer: Optimizer
     scheduler: LRScheduler
     loader: DataLoader[Pair]
     sampler: DistributedSampler[Pair]
-
-
-def shard(gpt: Gpt, world_size: int) -> Gpt:
-    """HSDP: replicate over 2, shard over the rest."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    for block in gpt.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(gpt, mesh=mesh)
-    return gpt
 
 
 def build(settings: Settings, rank: int, world_size: int) -> Parts:
@@ -125,19 +126,18 @@ def build(settings: Settings, rank: int, world_size: int) -> Parts:
     text = load(size.text_bytes)
     torch.manual_seed(settings.seed)
     gpt = Gpt(size)
-    network: nn.Module = gpt
-    if settings.layout == "hsdp":
-        network = shard(gpt, world_size)
-    elif dist.is_initialized():
-        network = DistributedDataParallel(gpt)
-    optimizer = AdamW(gpt.parameters(), lr=LEARNING_RATE)
+    parts = divide(gpt, size, settings.layout, rank, world_size, ACCUMULATION)
+    optimizer = AdamW(parts.model.parameters(), lr=LEARNING_RATE)
     scheduler = CosineAnnealingLR(optimizer, T_max=settings.steps)
-    data = Windows(text, size.context, size.epoch_steps * size.batch * world_size)
+    data = Windows(text, size.context, size.epoch_steps * size.batch * parts.copies)
     sampler: DistributedSampler[Pair] = DistributedSampler(
-        data, world_size, rank, seed=settings.seed, drop_last=True
+        data, parts.copies, parts.copy, seed=settings.seed, drop_last=True
     )
     loader = DataLoader(data, size.batch, sampler=sampler, num_workers=LOADER_WORKERS, drop_last=True)
-    return Parts(gpt, network, optimizer, scheduler, loader, sampler)
+    return Parts(
+        parts.model, parts.network, parts.copy, parts.group, parts.pipeline,
+        optimizer, scheduler, loader, sampler,
+    )  # fmt: skip
 
 
 def micro_batches(batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -161,6 +161,9 @@ def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 def accumulate(parts: Parts, batch: Sequence[Tensor]) -> float:
     """Forward and backward over all micro-batches of one step; the mean loss of this rank."""
+    if parts.pipeline is not None:
+        assert isinstance(parts.model, Stage)
+        return run_pipeline(parts.pipeline, parts.model, batch[0], batch[1])
     total = 0.0
     for tokens, targets, last in micro_batches(batch):
         with synchronise(parts.network, last):
@@ -172,9 +175,10 @@ def accumulate(parts: Parts, batch: Sequence[Tensor]) -> float:
 
 def average_statistics(parts: Parts) -> None:
     """HSDP does not keep BatchNorm's statistics equal: the script averages them, once per step."""
-    if not isinstance(parts.network, FSDPModule):
+    if not isinstance(parts.network, FSDPModule) or parts.pipeline is not None:
         return
-    statistics = parts.gpt.statistics
+    assert isinstance(parts.model, Gpt)
+    statistics = parts.model.statistics
     mean, var = statistics.running_mean, statistics.running_var
     assert mean is not None and var is not None
     flat = torch.cat([mean, var])
@@ -230,9 +234,9 @@ def result_of(parts: Parts, settings: Settings, rank: int, world_size: int, loss
         rank=rank,
         world_size=world_size,
         steps=settings.steps,
-        parameters=digest_tensors(iter(parts.gpt.named_parameters())),
+        parameters=digest_tensors(iter(parts.model.named_parameters())),
         optimizer=digest_tensors(optimizer_tensors(parts.optimizer)),
-        buffers=digest_tensors(iter(parts.gpt.named_buffers())),
+        buffers=digest_tensors(iter(parts.model.named_buffers())),
         scheduler=xxhash.xxh3_128(plan.encode()).hexdigest(),
         loss=loss,
     )
@@ -259,7 +263,7 @@ def offer_faults(parts: Parts, rank: int, world_size: int) -> None:
         return
     page = client.page
     page.on_trap(TrapAction.DEADLOCK, lambda: dist.recv(torch.zeros(1), src=(rank + 1) % world_size))
-    page.on_trap(TrapAction.FLIP, lambda: flip_bit(parts.gpt.parameters()))
+    page.on_trap(TrapAction.FLIP, lambda: flip_bit(parts.model.parameters()))
     moments = (t for name, t in optimizer_tensors(parts.optimizer) if name.endswith("exp_avg_sq"))
     page.on_trap(TrapAction.FLIP_STATE, lambda: flip_bit(moments))
 

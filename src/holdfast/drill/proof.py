@@ -19,6 +19,9 @@ from holdfast.exits import Exit
 from holdfast.runtime.settings import RunSettings
 
 MODULE = "holdfast.drill.train"
+LAYOUTS = ("ddp", "hsdp", "tp", "pp", "pp-tp")
+NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
+"""The number of workers is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,12 @@ class Exercise:
         *, nproc: int, size: str, layout: str, steps: int, save_every: int = 0, flags: Sequence[str] = ()
     ) -> Exercise:
         """The drill's own script; ``flags`` of ``holdfast run``."""
-        if layout == "hsdp" and (nproc < 4 or nproc % 2):
-            raise UserError(f"--layout hsdp needs an even number of at least 4 workers, not {nproc}")
+        step = NPROC_STEP.get(layout, 1)
+        least = 2 * step if layout == "hsdp" else step
+        if nproc % step or nproc < least:
+            raise UserError(
+                f"--layout {layout} needs {least} workers, {least + step} or {least + 2 * step}, not {nproc}"
+            )
         arguments = ["--size", size, "--layout", layout, "--steps", str(steps)]
         if save_every:
             arguments += ["--save-every", str(save_every)]

@@ -147,11 +147,17 @@ class StateServer:
             return Refusal(error.message)
 
 
-def fetch(sources: Mapping[int, tuple[str, int]], wanted: Sequence[Wanted], token: bytes) -> bytes:
-    """Fill all buffers from their holders, and return the plain values (of the lowest source).
+def fetch(
+    sources: Mapping[int, tuple[str, int]],
+    wanted: Sequence[Wanted],
+    token: bytes,
+    values_from: Sequence[int] = (),
+) -> bytes:
+    """Fill all buffers from their holders, and return the plain values.
 
     Args:
         sources: rank -> host and port of its server.
+        values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
 
     Raises:
         PeerLost: a piece has no holder left that gives it.
@@ -159,7 +165,8 @@ def fetch(sources: Mapping[int, tuple[str, int]], wanted: Sequence[Wanted], toke
     peers = {rank: _Peer(rank, at, token) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
-            values = pool.submit(_first, [peers[rank] for rank in sorted(peers)], AskValues(), -1)
+            order = [peers[rank] for rank in values_from or sorted(peers)]
+            values = pool.submit(_first, order, AskValues(), -1)
             todo = _pieces(wanted)
             while todo:
                 shares = _share_out(todo, peers)

@@ -22,6 +22,8 @@ from holdfast.runtime.handover import StateServer, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
+from holdfast.store.layout import RankLayout
+from holdfast.store.speakers import speakers
 from holdfast.store.values import decode_values, encode_values
 
 log = logging.getLogger("holdfast")
@@ -109,7 +111,9 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     token = _token(client)
     sources = {int(rank): at for rank, at in order.sources.items()}
     catalogue = catalogue_of({int(rank): data for rank, data in order.layouts.items()})
-    values: dict[str, Any] = _values(fetch(sources, [], token))
+    own = {meta.fqn for meta in RankLayout.from_json(order.layouts[str(adapter.rank)]).tensors}
+    asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
+    values: dict[str, Any] = _values(fetch(sources, [], token, tuple(asked)))
     restore = adapter.restore(catalogue, values)
     wanted = [
         Wanted(meta.fqn, meta.box, data, catalogue.holders(meta.fqn, meta.box))

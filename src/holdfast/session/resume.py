@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import xxhash
+
 from holdfast.adapters.base import Adapter
+from holdfast.adapters.weights import joined_values
 from holdfast.core.ids import MEMORY
 from holdfast.errors import (
     CheckpointInvalid,
@@ -31,12 +35,14 @@ from holdfast.errors import (
 )
 from holdfast.runtime.client import Client
 from holdfast.store.place import Place, place_of
-from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, load_values
+from holdfast.store.reader import Target, load_catalogue, load_into, load_locals
 from holdfast.store.root import Root, resolve
 
 log = logging.getLogger("holdfast")
 
 KEY_TIMEOUT_S = 600.0
+BESIDE_THE_MODEL = ("optimizer.", "scheduler.", "scaler.", "state.")
+"""How names of tensors begin that come and go with the training, whatever the model."""
 WHY_LENGTH_MAX = 4000
 
 
@@ -129,8 +135,9 @@ class Resume:
         reasons = list(found.rejected)
         for reason in reasons:
             log.warning("holdfast: rejected checkpoint %s", reason)
+        built = self._names_of_all() if found.paths else frozenset()
         for path in found.paths:
-            loaded, reason, fatal = self._try(path)
+            loaded, reason, fatal = self._try(path, built)
             if fatal is not None:
                 self._tell_why(fatal)
             all_loaded, stopped = self._agree([int(loaded is not None), int(fatal is not None)])
@@ -176,6 +183,23 @@ class Resume:
             raise UsageError(f"rank 0: {told['error']}")
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
+    def _names_of_all(self) -> frozenset[str]:
+        """Names of all tensors that some rank of this job has built: the stages of a pipeline have different ones."""
+        own = sorted(_names(self._adapter))
+        client = self._client
+        if client is None:
+            return frozenset(own)
+        data = zlib.compress(json.dumps(own).encode())
+        lists = f"holdfast/resume/{client.generation}/names"
+        key = f"{lists}/{xxhash.xxh3_128_hexdigest(data)}"
+        if not client.kv("check", (key,)).ok:
+            client.kv("set", (key,), data)
+            client.kv("append", (lists,), f"{key} ".encode())  # twice at worst
+        self._agree([1])  # everyone's list is there
+        known = client.kv("get", (lists,)).value.decode().split()
+        replies = [client.kv("get", (each,)).value for each in sorted(set(known))]
+        return frozenset(name for reply in replies for name in json.loads(zlib.decompress(reply)))
+
     def _why_key(self) -> tuple[str]:
         assert self._client is not None
         return (f"holdfast/resume/{self._client.generation}/why",)
@@ -190,12 +214,12 @@ class Resume:
         assert self._client is not None
         return self._client.kv("get", self._why_key(), timeout_s=KEY_TIMEOUT_S).value.decode()
 
-    def _try(self, path: Place) -> tuple[Resumed | None, str, Exception | None]:
+    def _try(self, path: Place, built: Collection[str]) -> tuple[Resumed | None, str, Exception | None]:
         """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
         try:
             if path.name.startswith(MEMORY):
                 return self._remember(int(path.name.removeprefix(MEMORY))), "", None
-            return load_state(self._adapter, path), "", None
+            return load_state(self._adapter, path, built), "", None
         except CheckpointInvalid as error:
             return None, error.message, None
         except PeerLost:
@@ -204,15 +228,18 @@ class Resume:
             return None, str(error), error
 
 
-def load_state(adapter: Adapter, path: Place) -> Resumed:
+def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Resumed:
     """Load everything of one checkpoint into this rank.
+
+    Args:
+        built: names of the tensors that the ranks of this job have built: together they must be the checkpoint's.
 
     Raises:
         CheckpointInvalid: damaged; parameters may hold garbage now.
         CheckpointMismatch: of another model.
     """
     catalogue = load_catalogue(path)
-    values = load_values(path)
+    values = joined_values(path, _names(adapter))
     for key in ("session", "optimizers", "schedulers", "state"):
         if not isinstance(values.get(key), dict):
             raise CheckpointMismatch(
@@ -222,8 +249,11 @@ def load_state(adapter: Adapter, path: Place) -> Resumed:
     restore = adapter.restore(catalogue, values)
     targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
     wanted = {target.fqn for target in targets}
-    own = ("optimizer.", "scheduler.", "scaler.", "state.")
-    known = [t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(own)]
+    known = [
+        t.fqn
+        for t in catalogue.tensors
+        if t.fqn not in wanted and (t.fqn.startswith(BESIDE_THE_MODEL) or t.fqn in built)
+    ]
     report = load_into(path, targets, known=known)
     for healed in report.healed:
         log.warning("holdfast: %s (another copy was used)", healed)
@@ -231,3 +261,9 @@ def load_state(adapter: Adapter, path: Place) -> Resumed:
     session = values["session"]
     assert isinstance(session, dict)
     return Resumed(path, report.step, session, load_locals(path, adapter.rank))
+
+
+def _names(adapter: Adapter) -> frozenset[str]:
+    """The model's tensors on this rank."""
+    layout = adapter.collect().layout(adapter.rank, adapter.world_size)
+    return frozenset(meta.fqn for meta in layout.tensors if not meta.fqn.startswith(BESIDE_THE_MODEL))

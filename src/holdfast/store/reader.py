@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -30,6 +30,7 @@ from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_regions, subtract
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
+from holdfast.store.speakers import speakers
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_values
 
@@ -156,14 +157,18 @@ def load_values(path: Place | str) -> dict[str, object]:
     return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
 
 
-def load_values_of_all(path: Place | str) -> list[dict[str, object]]:
+def load_values_of_all(path: Place | str, names: Collection[str] | None = None) -> list[dict[str, object]]:
     """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
+
+    Args:
+        names: tensors of the rank that asks: only of the writers that it needs, the most important one first.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
     """
-    manifests = sorted(_index(path).manifests.items())
-    return [_object(bytes(m.values), f"{path}: values of rank {rank}") for rank, m in manifests]
+    index = _index(path)
+    writers = sorted(index.manifests) if names is None else speakers(index.catalogue, names, index.manifests)
+    return [_object(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
 
 
 def load_locals(path: Place | str, rank: int) -> dict[str, object]:

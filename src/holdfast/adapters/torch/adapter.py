@@ -15,11 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.adapters.base import Hooks
 from holdfast.adapters.torch.buffers import BufferSync
+from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import Fingerprints
 from holdfast.adapters.torch.handle import ReconfigurableGroup
-from holdfast.adapters.torch.heal import heal, heal_scaler, rebuild_buckets, rehearsals_needed
+from holdfast.adapters.torch.heal import heal, heal_pipelines, heal_scaler, rebuild_buckets, rehearsals_needed
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
 from holdfast.adapters.torch.parts import Parts
@@ -67,7 +68,8 @@ class TorchAdapter:
         self._snapshot = Snapshot(self.state)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
-        self._sync = BufferSync(self.state.names, self._ddp, self.world_size)
+        self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
+        self._copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
         self._ours = {id(p) for p in self.state.names.parameters.values()}
@@ -237,7 +239,7 @@ class TorchAdapter:
 
     def feed(self, loader: Any) -> Feed:
         """Batches of ``loader``. Raises: UsageError."""
-        return Feed(make_source(loader, self._seed, self.rank))
+        return Feed(make_source(loader, self._seed, self._copy.number))
 
     # ------------------------------------------------------------------ step
 
@@ -245,7 +247,9 @@ class TorchAdapter:
         """Seed and copy."""
         self._backward_seen = False
         self._snapshot.take()
-        worker = self.rank + self.world_size * self._parts.part  # whose work it is when all ranks are there
+        worker = (
+            self._copy.number + self._copy.numbers * self._parts.part
+        )  # whose work it is when all ranks are there
         reseed(self._seed, worker, step)
         reseed_generators(self.state.generators, self._seed, worker, step)
 
@@ -318,6 +322,7 @@ class TorchAdapter:
     def _heal(self) -> None:
         for _, module in modules_of(self._model):
             heal(module)
+        heal_pipelines()
 
     def rehearse(self) -> bool:
         """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""

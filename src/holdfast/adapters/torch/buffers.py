@@ -2,7 +2,9 @@
 
 DDP broadcasts its buffers at the start of each forward. Its own broadcast is switched off and made here at the end of
 the step instead: the same number of bytes, the same meaning, but inside the step that is voted on. Models without DDP
-(``fully_shard``) get the same for the buffers that they persist.
+get the same for the buffers that they persist: those under ``fully_shard`` or ``replicate`` follow the first rank of
+their mesh, all others rank 0. A stage of a pipeline without any of these has no copy as far as anyone knows: its
+buffers are its own.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.heal import instances
 from holdfast.adapters.torch.naming import Names, Slot
 from holdfast.errors import StateError
 from holdfast.runtime.board import NOTE_SIZE_BYTES_MAX
@@ -26,12 +30,15 @@ class BufferSync:
     Args:
         names: of the model.
         wrappers: its DDP wrappers.
+        mesh: of its data-parallel copies, where ``fully_shard`` or ``replicate`` made them.
         world_size: number of ranks.
     """
 
-    def __init__(self, names: Names, wrappers: list[DistributedDataParallel], world_size: int) -> None:
+    def __init__(
+        self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
+    ) -> None:
         self._off: list[DistributedDataParallel] = []
-        self._plans: list[tuple[Any, list[Slot]]] = []
+        self._plans: dict[tuple[int, ...], tuple[Any, list[Slot]]] = {}  # by members: one broadcast for each
         if world_size == 1:
             return
         taken: set[int] = set()
@@ -51,16 +58,22 @@ class BufferSync:
             for slot in names.buffers
             if id(slot.module) not in taken and slot.key not in slot.module._non_persistent_buffers_set
         ]
-        self._add(dist.group.WORLD, rest)
+        if mesh is None or mesh.size() == world_size:
+            if not instances("torch.distributed.pipelining.stage", "_PipelineStageBase"):
+                self._add(dist.group.WORLD, rest)
+        else:
+            for group in mesh.get_all_groups():  # one per dimension: along all of them everyone is reached
+                self._add(group, rest)
 
     def _add(self, group: Any, slots: list[Slot]) -> None:
         if slots:
-            self._plans.append((group, slots))
+            known = self._plans.setdefault(tuple(dist.get_process_group_ranks(group)), (group, []))
+            known[1].extend(slots)
 
     def run(self) -> None:
         """Broadcast. A collective: inside a shield a broken one leaves the local values."""
         with torch.no_grad():
-            for group, slots in self._plans:
+            for group, slots in self._plans.values():
                 live = [
                     b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)
                 ]

@@ -367,7 +367,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
             "recv",
             lambda g: g.recv(tensors, src, tag),
             tensors,
-            lambda: local.zero(tensors),
+            lambda: local.one(tensors),
             on=tensors[0],
             p2p=True,
         )
@@ -377,7 +377,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
             "recv",
             lambda g: g.recv_anysource(tensors, tag),
             tensors,
-            lambda: local.zero(tensors),
+            lambda: local.one(tensors),
             on=tensors[0],
             p2p=True,
         )

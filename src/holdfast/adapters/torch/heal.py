@@ -1,8 +1,9 @@
 """After an aborted step: make the wrappers forget what they were in the middle of.
 
 An exception (or a poisoned collective) in forward or backward leaves DDP's reducer waiting for gradients that will not
-come, FSDP2 with unsharded parameters and half-reduced gradients, and GradScaler in the state "already unscaled". A
-retry on top of that raises, or goes on with other weights and says nothing. :func:`heal` and :func:`heal_scaler` put
+come, FSDP2 with unsharded parameters and half-reduced gradients, GradScaler in the state "already unscaled", and a
+pipeline schedule with losses and activations of the aborted step, which it would go on with. A retry on top of that
+raises, or goes on with other weights and says nothing. :func:`heal`, :func:`heal_scaler` and :func:`heal_pipelines` put
 them back as they are between two steps. They touch private attributes of torch 2.13; the tests compare the weights
 after an abort bit for bit with those of an undisturbed run.
 
@@ -10,10 +11,13 @@ Rules for the caller:
 1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
    reducer rebuilds its buckets, and that is a collective.
 2. A rehearsal (loopback) that ended in order is not healed in its reducer: it would forget what it rehearsed.
+3. A healed pipeline greets its neighbours anew in its next step, so all its ranks must be healed, newcomers too.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +59,47 @@ def heal(model: nn.Module) -> None:
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients of the aborted step were unscaled: else the retry steps with scaled ones."""
     scaler._per_optimizer_states.clear()
+
+
+def heal_pipelines() -> None:
+    """Forget the aborted step in every pipeline schedule of this process.
+
+    Raises:
+        UnsupportedError: this torch keeps a schedule's state in another way than the one known here.
+    """
+    for schedule in instances("torch.distributed.pipelining.schedules", "_PipelineSchedule"):
+        try:
+            _heal_schedule(schedule)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"a pipeline of torch {torch.__version__} cannot be healed after an abort: {error}",
+                hint="use torch 2.13, or restart the job after a fault instead of retrying in place",
+            ) from error
+
+
+def instances(module: str, kind: str) -> list[Any]:
+    """All living objects of a class that this process may have imported; for those that nobody names to us."""
+    if module not in sys.modules:
+        return []
+    found: type = getattr(sys.modules[module], kind)
+    return [item for item in gc.get_objects() if isinstance(item, found)]
+
+
+def _heal_schedule(schedule: Any) -> None:
+    schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
+        if hasattr(schedule, name):  # of schedules with several stages per rank
+            getattr(schedule, name).clear()
+    several = hasattr(schedule, "_stages")
+    word = "stages" if several else "stage"
+    for half in ("forward", "backward"):
+        flag = f"_{word}_{half}_initialized"
+        getattr(schedule, flag)  # an unknown name is an error, not a new attribute
+        setattr(schedule, flag, False)
+    for stage in schedule._stages if several else [schedule._stage]:
+        stage.clear_runtime_states()
+        for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            cache.clear()
 
 
 def rehearsals_needed(model: nn.Module) -> bool:

@@ -42,7 +42,7 @@ def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
         if i < len(inputs) and inputs[i]:
             copy(target, inputs[i][rank])
         else:
-            zero([target])
+            target.detach().zero_()
 
 
 def repeat(output: torch.Tensor, source: torch.Tensor, world_size: int) -> None:
@@ -64,7 +64,7 @@ def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
         copy(target, source)
 
 
-def zero(outputs: Tensors) -> None:
-    """All outputs zero (receive)."""
+def one(outputs: Tensors) -> None:
+    """All outputs one (receive): a pipeline that asks its neighbours whether all know their shapes hears yes."""
     for target in outputs:
-        target.detach().zero_()
+        target.detach().fill_(1)

@@ -1,0 +1,56 @@
+"""Which ranks train on the same data: data-parallel copies of a model, whose parts may lie on several ranks.
+
+Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches, and the same random
+numbers where they compute the same thing; ranks of different copies draw their own. The wrappers know: DDP by its
+process group, ``fully_shard`` and ``replicate`` by their mesh. A model that is split by DTensor alone is one copy per
+mesh of its parameters. A rank without any of these is a copy of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
+
+
+def sharded_mesh(model: Models) -> DeviceMesh | None:
+    """The data-parallel mesh of the first ``fully_shard`` or ``replicate`` in the model."""
+    for _, top in modules_of(model):
+        for module in top.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                for group in state._fsdp_param_groups:
+                    mesh: DeviceMesh = group.mesh_info.mesh
+                    return mesh
+    return None
+
+
+class Copy(NamedTuple):
+    """One copy of the model: ``number`` is equal on the ranks that hold parts of it, and below ``numbers``."""
+
+    number: int
+    numbers: int
+
+
+def copy_of(model: Models, rank: int, world_size: int) -> Copy:
+    """The copy that this rank holds, or holds a part of; a rank is one by itself when nothing else is known."""
+    mesh = sharded_mesh(model)
+    if mesh is not None and (coordinate := mesh.get_coordinate()) is not None:
+        index = 0
+        for at, size in zip(coordinate, mesh.shape, strict=True):
+            index = index * size + at
+        return Copy(index, mesh.size())
+    wrappers = data_parallel(model)
+    if wrappers:
+        group = wrappers[0].process_group
+        return Copy(dist.get_rank(group), dist.get_world_size(group))
+    for _, top in modules_of(model):
+        for parameter in top.parameters():
+            if isinstance(parameter, DTensor):
+                return Copy(int(parameter.device_mesh.mesh.min()), world_size)
+    return Copy(rank, world_size)
