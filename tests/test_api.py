@@ -33,6 +33,7 @@ PUBLIC = [
     "StateError",
     "StepError",
     "StoreError",
+    "StoreUnreachable",
     "StoreWriteError",
     "UnsupportedError",
     "UsageError",

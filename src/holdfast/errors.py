@@ -19,6 +19,7 @@ Tree::
     │   ├── CheckpointInvalid       torn, flipped, incomplete or foreign files
     │   ├── CheckpointMismatch      valid files of another model: names, shapes, dtypes
     │   ├── NothingToResume         a checkpoint was asked for and none is valid
+    │   ├── StoreUnreachable        a store that cannot be asked (network, credentials): nothing is known of its files
     │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
     └── InternalError               an invariant of ours is broken: please report it
 
@@ -108,6 +109,10 @@ class CheckpointMismatch(StoreError):
 
 class NothingToResume(StoreError):
     """A checkpoint was asked for and none is valid."""
+
+
+class StoreUnreachable(StoreError):
+    """The store could not be asked: nothing is known about its files."""
 
 
 class StoreWriteError(StoreError):

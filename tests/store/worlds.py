@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from holdfast.adapters.numpy import DTYPE_NAMES, Array, NumpyState, Shard
 from holdfast.core.ids import Generation, SaveId
 from holdfast.store.grid import Cuts
 from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta, cut_box, flat_range_boxes
+from holdfast.store.place import Place
 from holdfast.store.plan import plan
 from holdfast.store.writer import Written, write_share
 
@@ -196,7 +196,7 @@ def save_id(step: int = 12, attempt: int = 0, run: str = "run", n: int = 1) -> S
 
 
 def save(
-    root: Path,
+    root: Place,
     world: World,
     identity: SaveId,
     *,

@@ -19,9 +19,11 @@ import msgspec
 from holdfast import journal
 from holdfast.cli.find import find_run
 from holdfast.core.page import FILE_SIZE_BYTES
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.exits import Exit
 from holdfast.runtime.rundir import SHARED_MEMORY
+from holdfast.store.opening import open_store
+from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
 from holdfast.store.tools import holdings
 
@@ -49,9 +51,9 @@ class Finding(msgspec.Struct, frozen=True):
 @click.option(
     "--run-dir", "--run_dir", default="runs", help="Directory that holds the runs.", show_default=True
 )
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="A directory for checkpoints to try out.")
+@click.option("--checkpoint", help="A place for checkpoints to try out: a directory, or s3://bucket/prefix.")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
-def doctor(run: str | None, run_dir: str, checkpoint: Path | None, as_json: bool) -> int:
+def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool) -> int:
     """Look at Python, torch, shared memory, limits and the checkpoint directory.
 
     Given RUN (an id or a path), also says what the loss of one rank costs in its layout, by its newest checkpoint. The
@@ -72,13 +74,13 @@ def doctor(run: str | None, run_dir: str, checkpoint: Path | None, as_json: bool
     return Exit.BAD_INPUT if any(each.grade == "bad" for each in findings) else Exit.OK
 
 
-def examine(checkpoint: Path | None) -> Iterator[Finding]:
+def examine(checkpoint: str | None) -> Iterator[Finding]:
     """All looks at this machine, in order."""
     looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files]
     for look in looks:
         yield look()
     if checkpoint is not None:
-        yield _directory(checkpoint)
+        yield _checkpoints(place_of(checkpoint))
 
 
 def _python() -> Finding:
@@ -139,6 +141,16 @@ def _files() -> Finding:
     return Finding("file limit", "good", found)
 
 
+def _checkpoints(place: Place) -> Finding:
+    if isinstance(place, Path):
+        return _directory(place)
+    try:
+        open_store(place).probe()
+    except StoreError as error:
+        return Finding("checkpoints", "bad", error.message, error.hint)
+    return Finding("checkpoints", "good", f"{place}: writable, with conditional writes")
+
+
 def _directory(path: Path) -> Finding:
     """Writable, and how fast a file gets to the disk."""
     probe = path / f".doctor-{os.getpid()}"
@@ -173,10 +185,10 @@ def _losses(log: Path) -> list[Finding]:
     ]
     if not roots:
         return [Finding("a lost rank", "poor", "costs everything: no session has told where it saves")]
-    findings = [_directory(Path(roots[-1]))]
+    findings = [_checkpoints(place_of(roots[-1]))]
     try:
         newest = Root(roots[-1]).newest_valid().require()
-        found = holdings(Path(newest.path))
+        found = holdings(place_of(newest.path))
     except HoldfastError as error:
         what = f"not known before the first checkpoint: {error.message}"
         return [*findings, Finding("a lost rank", "poor", what)]

@@ -120,6 +120,8 @@ FLAGS: tuple[Flag, ...] = (
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage: of two nodes, the one that claims it first goes on alone"),
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
+    _own("--root", "text", "where checkpoints go, over the script's own word: a directory, or s3://bucket/prefix "
+         "(docs/run-flags.md)", variable="HOLDFAST_CHECKPOINT"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
     _own("--on-fault", "text", "auto: replace only the lost ranks where that works; restart: restart all workers",

@@ -26,6 +26,7 @@ from holdfast.runtime.frameworks import FRAMEWORKS
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import RunSettings, new_launch
+from holdfast.store.place import ROOT_VARIABLE, absolute
 
 DEFAULT_PORT = 29500
 RUN_HELP = "holdfast run --help"
@@ -108,7 +109,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         preload=_preload(str(values["preload"])),
         cwd=os.getcwd(),
         python=os.environ.get("PYTHON_EXEC", ""),
-        env=_environment(nproc),
+        env=_environment(nproc, values["root"]),
         log_dir=str(log_dir) if log_dir else "",
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
@@ -412,9 +413,10 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
     return grace_s
 
 
-def _environment(nproc: int) -> dict[str, str]:
-    """As torchrun: several workers that each take all cores would only get in each other's way."""
-    return {"OMP_NUM_THREADS": "1"} if nproc > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+def _environment(nproc: int, root: str | None) -> dict[str, str]:
+    """What workers get. As in torchrun, several that each take all cores would only get in each other's way."""
+    threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+    return {**threads, ROOT_VARIABLE: str(absolute(root))} if root else threads
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, UnsupportedError
-from holdfast.session.session import ROOT_VARIABLE
 from holdfast.store.layout import Catalogue
+from holdfast.store.place import ROOT_VARIABLE, Place, absolute
 from holdfast.store.plan import plan as plan_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_values
 from holdfast.store.root import Root
@@ -49,7 +48,7 @@ def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Argu
     session = {"step": iteration, "seed": 0, "world": 1, "place": {"loop": -1}}
     plan_ = plan_of(catalogue, frozenset({0}))
     values = {**collected.values, "session": session}
-    write_share(str(_root()), save_id, catalogue, plan_, 0, collected, values, {0: {}})
+    write_share(_root(), save_id, catalogue, plan_, 0, collected, values, {0: {}})
 
 
 def rename_save_result(step: int) -> None:
@@ -58,7 +57,7 @@ def rename_save_result(step: int) -> None:
     Raises:
         CheckpointInvalid: the newest checkpoint is not that of ``step``, or damaged.
     """
-    newest = Root(str(_root())).newest_valid().require()
+    newest = Root(_root()).newest_valid().require()
     judged = inspect(newest.path, deep=True)
     if newest.step != step or not judged.valid:
         raise CheckpointInvalid(
@@ -72,7 +71,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
     Raises:
         CheckpointInvalid, CheckpointMismatch: damaged, or of another model.
     """
-    found = Root(str(_root())).newest_valid().chosen if _root().is_dir() else None
+    found = Root(_root()).newest_valid().chosen
     if found is None:
         return 0
     values = load_values(found.path)
@@ -85,8 +84,8 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
     return int(session["step"])
 
 
-def _root() -> Path:
-    return Path(os.environ.get(ROOT_VARIABLE, "checkpoints")).absolute()
+def _root() -> Place:
+    return absolute(os.environ.get(ROOT_VARIABLE, "checkpoints"))
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:

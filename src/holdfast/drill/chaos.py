@@ -31,7 +31,7 @@ from holdfast.drill.runner import end
 from holdfast.drill.watch import Run, alive
 from holdfast.exits import Exit
 from holdfast.runtime.rundir import RunDir
-from holdfast.session.session import ROOT_VARIABLE
+from holdfast.store.place import ROOT_VARIABLE
 
 SAVE_EVERY = 50
 POLL_S = 0.01

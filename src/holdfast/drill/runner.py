@@ -20,7 +20,7 @@ from holdfast.drill.watch import Run, alive
 from holdfast.errors import ScriptError
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import SETTINGS_FILE
-from holdfast.session.session import ROOT_VARIABLE
+from holdfast.store.place import ROOT_VARIABLE
 
 POLL_S = 0.05
 STALL_S = 120.0

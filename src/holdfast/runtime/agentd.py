@@ -69,6 +69,7 @@ from holdfast.runtime.settings import RunSettings, without_launch
 from holdfast.runtime.spawn import Order, free_port
 from holdfast.runtime.watch import Watcher
 from holdfast.store.memory import kept_steps
+from holdfast.store.place import place_of
 from holdfast.wire import MESSAGES, WireMessage
 
 LOCK_WAIT_S = 5.0
@@ -489,7 +490,8 @@ def share_checkpoints(run: RunDir, job: str) -> None:
 
 def leave_probe(root: str, settings: RunSettings) -> None:
     """Show that this node reaches ``root``; a root that cannot be written says so itself, at the first save."""
-    if not root:
+    place = place_of(root)
+    if not root or not isinstance(place, Path):  # a bucket is the same on all nodes
         return
     try:
         write_private(probe_path(root, settings.job_id, settings.node), b"")

@@ -47,6 +47,7 @@ from holdfast.runtime.driver import Driver
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.store.complete import catalogue_of
+from holdfast.store.place import place_of
 from holdfast.store.plan import plan
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -207,7 +208,7 @@ class ControllerDaemon:
 
     async def _check_shared(self, root: str) -> None:
         """Say so when the nodes do not save to the same place: each has left a probe where it will save."""
-        if not root:
+        if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
             return
         settings, names = self._settings, {str(node) for node in self._homes.values()}
         probes = {node: probe_path(root, settings.job_id, node) for node in names}

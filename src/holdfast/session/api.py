@@ -42,9 +42,9 @@ def open_session(
     Args:
         model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of modules.
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
-        checkpoint: directory of checkpoints; under ``holdfast run`` the run directory's own by default.
+        checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; under ``holdfast run`` its own by default.
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
-            them, or ``DIRECTORY@STEP``.
+            them (or a URL), or ``DIRECTORY@STEP``.
         seed: of all random numbers of the steps.
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
             least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,

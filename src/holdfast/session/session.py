@@ -44,7 +44,7 @@ from holdfast.session.signals import ExitWatch
 from holdfast.session.step import Blocks, Step
 from holdfast.session.verify import Verifier
 from holdfast.store.opening import open_store
-from holdfast.store.place import Place, absolute
+from holdfast.store.place import ROOT_VARIABLE, Place, absolute
 from holdfast.store.policy import save_policies
 
 log = logging.getLogger("holdfast")
@@ -52,8 +52,6 @@ log = logging.getLogger("holdfast")
 EXIT_LINE = "Graceful exit is triggered, stop training"
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
-ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
-"""Environment variable that takes the place of ``checkpoint=``: the drill keeps its runs of one script apart by it."""
 
 
 class Settings:

@@ -8,7 +8,7 @@ Invariants every store keeps:
 1. After :meth:`Attempt.write`, :meth:`Attempt.create` and :meth:`Attempt.sync` returned, what they cover survives a
    loss of power.
 2. What is missing or damaged raises :class:`CheckpointInvalid`, what cannot be written :class:`StoreWriteError`,
-   both with the place.
+   both with the place. A store that cannot be asked raises :class:`StoreUnreachable`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,12 @@ class Attempt(Protocol):
     def in_order(self) -> bool:
         """True when the bytes of a new file must be put one after the other."""
 
+    @property
+    def parallel(self) -> int:
+        """How many small requests at a time pay off."""
+
     def close(self) -> None:
-        """Ends the lock, too; twice is harmless."""
+        """Whoever held it does so no more; twice is harmless."""
 
     def __enter__(self) -> Self: ...
 
@@ -72,8 +76,8 @@ class Attempt(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def lock(self, *, shared: bool) -> bool:
-        """Mark it as being read or written (shared) or about to be removed; False when that is impossible now."""
+    def hold(self) -> bool:
+        """Mark it as being read or written, until it is closed; False when it is being removed."""
 
     def names(self) -> list[str]:
         """Names of all finished files, sorted. Raises: CheckpointInvalid."""

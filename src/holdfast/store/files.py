@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
+from holdfast.store.place import Place
 
 _NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
 TEMPORARY_PREFIX = ".tmp-"
@@ -40,7 +41,7 @@ _HINTS = {
 
 
 @contextlib.contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def writing(path: Place | str) -> Iterator[None]:
     """Turn ``OSError`` into :class:`StoreWriteError` about ``path``."""
     try:
         yield
@@ -52,7 +53,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: Path | str) -> Iterator[None]:
+def reading(path: Place | str) -> Iterator[None]:
     """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``."""
     try:
         yield
@@ -88,7 +89,7 @@ class Directory:
         Raises:
             StoreWriteError: it cannot be made.
         """
-        root, name = Path(root), _checked(name)
+        root, name = Path(root), checked_name(name)
         with writing(root / name):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -138,7 +139,7 @@ class Directory:
         """True when an entry of this name exists (of whatever kind)."""
         with reading(self.path / name):
             try:
-                os.stat(_checked(name), dir_fd=self.fd, follow_symlinks=False)
+                os.stat(checked_name(name), dir_fd=self.fd, follow_symlinks=False)
             except FileNotFoundError:
                 return False
             return True
@@ -151,7 +152,7 @@ class Directory:
         """
         with reading(self.path / name):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            fd = os.open(_checked(name), flags, dir_fd=self.fd)
+            fd = os.open(checked_name(name), flags, dir_fd=self.fd)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
@@ -192,7 +193,7 @@ class Directory:
         Raises:
             StoreWriteError: it cannot be written; then the temporary file is gone.
         """
-        hidden = f"{TEMPORARY_PREFIX}{_checked(owner)}-{_checked(name)}"
+        hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(self.path / name):
             fd = os.open(hidden, flags, 0o600, dir_fd=self.fd)
@@ -265,7 +266,8 @@ def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None
 IOVECS_MAX = 512
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """``name``, when it may name a file of a checkpoint. Raises: StoreError."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
         raise StoreError(f"{name!r} is not a file name of a checkpoint")
     return name

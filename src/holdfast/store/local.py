@@ -55,6 +55,11 @@ class LocalAttempt(Directory):
     """As :class:`Attempt`: a directory."""
 
     in_order = False
+    parallel = 1
+
+    def hold(self) -> bool:
+        """As :meth:`Attempt.hold`."""
+        return self.lock(shared=True)
 
     def open_file(self, name: str) -> LocalFile:
         """As :meth:`Attempt.open_file`."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.errors import UsageError
 from holdfast.store.base import Attempt, Store
 from holdfast.store.local import LocalAttempt, LocalStore
-from holdfast.store.place import Place, Url, place_of
+from holdfast.store.place import Place, place_of
 
 
 def open_store(where: Place | str | os.PathLike[str]) -> Store:
     """The store of attempts at a place; nothing is asked of it yet.
 
     Raises:
-        UsageError: there is no store of this kind.
+        UsageError: there is no store of this kind, or what it needs is not installed.
     """
     place = place_of(where)
-    if isinstance(place, Url):
-        raise UsageError(f"no store for {place.scheme}://")
-    return LocalStore(place)
+    if isinstance(place, Path):
+        return LocalStore(place)
+    if place.scheme == "faulty":
+        from holdfast.store.faulty import faulty_store
+
+        return faulty_store(place)
+    from holdfast.store.s3 import S3Store
+
+    return S3Store(place)
 
 
 def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
@@ -28,7 +33,7 @@ def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
 
     Raises:
         CheckpointInvalid: it does not exist.
-        UsageError: there is no store of this kind.
+        UsageError: as :func:`open_store`.
     """
     place = place_of(where)
     if isinstance(place, Path):

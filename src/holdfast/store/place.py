@@ -14,7 +14,9 @@ import msgspec
 
 from holdfast.errors import UsageError
 
-SCHEMES: tuple[str, ...] = ()
+ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
+"""Environment variable that says where checkpoints go, over the script's own word."""
+SCHEMES = ("faulty", "s3")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PART = re.compile(r"[A-Za-z0-9._-][A-Za-z0-9._=+-]*")
 
@@ -39,7 +41,7 @@ class Url(msgspec.Struct, frozen=True):
         scheme, rest = match[1].lower(), match[2].rstrip("/")
         if "@" in rest or "?" in rest or ":" in rest:
             raise UsageError(
-                f"a {scheme}:// URL with credentials, a port or a query in it is refused (it would end up in logs)",
+                f"an {scheme}:// URL with credentials, a port or a query in it is refused (it would end up in logs)",
                 hint="write s3://bucket/prefix; credentials and AWS_ENDPOINT_URL come from the environment",
             )
         parts = tuple(rest.split("/"))

@@ -122,7 +122,7 @@ def load_into(
     for target in wanted:
         _check_target(target)
     with open_attempt(path) as directory:
-        if not directory.lock(shared=True):
+        if not directory.hold():
             raise CheckpointInvalid(f"{directory.path}: is being removed")
         index = read_index(directory)
         found = _compare(index.catalogue, wanted, known)

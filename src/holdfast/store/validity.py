@@ -36,6 +36,8 @@ from holdfast.store.plan import missing
 
 Progress = Callable[[int], object]
 T = TypeVar("T")
+R = TypeVar("R")
+_BAD_HEADER = ": header does not match its digest (flipped, or a file of another save)"
 
 
 def _quiet(_size_bytes: int) -> None:
@@ -150,9 +152,12 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
     manifests: dict[int, RankManifest] = {}
     digests: dict[str, str] = {}
     found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in directory.names())
-    for rank in sorted({rank for rank in found if rank is not None}):
-        name = form.rank_name(rank)
-        manifests[rank], digests[name] = _read_json(directory, name, form.decode_manifest, damage)
+    ranks = sorted({rank for rank in found if rank is not None})
+    for rank, (read, noted) in zip(
+        ranks, _each(directory, partial(_read_manifest, directory), ranks), strict=True
+    ):
+        manifests[rank], digests[form.rank_name(rank)] = read
+        damage += noted
     if not manifests:
         raise CheckpointInvalid(f"{where}: no rank has finished its share")
     first = next(iter(manifests.values()))
@@ -164,8 +169,13 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
                 f"{where / form.rank_name(rank)}: missing; rank {rank} did not finish its share"
             )
     boxes: dict[str, list[Stored]] = {}
+    entries = [entry for manifest in manifests.values() for entry in manifest.files]
+    looks = _each(directory, partial(_what_is_wrong, directory), entries)
+    broken = {entry.name: line for entry, line in zip(entries, looks, strict=True)}
     for rank, manifest in manifests.items():
-        intact = [_intact(directory, entry, damage, headers) for entry in manifest.files]
+        lines = [broken[entry.name] for entry in manifest.files]
+        damage += filter(None, lines)
+        intact = [not line or (not headers and line.endswith(_BAD_HEADER)) for line in lines]
         for record in manifest.tensors:
             _check_known(record, catalogue, where / form.rank_name(rank))
             if intact[record.file]:
@@ -302,7 +312,9 @@ def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
     """What is damaged of the shard files of one rank; everything is read."""
     damage: list[str] = []
     for number, entry in enumerate(manifest.files):
-        if _intact(directory, entry, damage, headers=True):
+        if wrong := _what_is_wrong(directory, entry):
+            damage.append(wrong)
+        else:
             with directory.open_file(entry.name) as file:
                 for record in manifest.tensors:
                     if record.file == number:
@@ -356,26 +368,37 @@ def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
         raise CheckpointInvalid(f"{where}: tensor {record.fqn!r} is not that of the catalogue")
 
 
-def _intact(directory: Attempt, entry: FileEntry, damage: list[str], headers: bool) -> bool:
-    """True when a shard file has its size and (where it matters) its header; else the damage is noted."""
+def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """What ``function`` says of each item, several at a time where a request takes long."""
+    if directory.parallel == 1 or len(items) < 2:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(directory.parallel, thread_name_prefix="holdfast-look") as pool:
+        yield from pool.map(function, items)
+
+
+def _read_manifest(directory: Attempt, rank: int) -> tuple[tuple[RankManifest, str], list[str]]:
+    """Manifest and digest of a rank, and what was damaged on the way."""
+    damage: list[str] = []
+    return _read_json(directory, form.rank_name(rank), form.decode_manifest, damage), damage
+
+
+def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
+    """Empty when a shard file has its size and its header; else the line that names the damage."""
     path = directory.path / entry.name
     try:
         with directory.open_file(entry.name) as file:
             if file.size_bytes != entry.size_bytes:
-                damage.append(f"{path}: {file.size_bytes} bytes in place of {entry.size_bytes}")
-                return False
+                return f"{path}: {file.size_bytes} bytes in place of {entry.size_bytes}"
             if entry.header_size_bytes > HEADER_SIZE_BYTES_MAX:
-                damage.append(f"{path}: header of {entry.header_size_bytes} bytes")
-                return False
+                return f"{path}: header of {entry.header_size_bytes} bytes"
             head = bytearray(entry.header_size_bytes)
             file.read_at(0, [memoryview(head)])
     except CheckpointInvalid as error:
-        damage.append(error.message)
-        return False
+        return error.message
     if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
-        damage.append(f"{path}: header does not match its digest (flipped, or a file of another save)")
-        return not headers
-    return True
+        return f"{path}{_BAD_HEADER}"
+    return ""
 
 
 def _check_header(file: SourceFile, boxes: Sequence[Stored]) -> list[str]:

@@ -89,7 +89,7 @@ def write_share(
         raise StateError(f"rank {rank} is not among the writers {list(plan.sources)} of {save_id}")
     common, own = _encode_all(values, locals_)
     with open_store(root).create(save_id.directory()) as directory:
-        if not directory.lock(shared=True):
+        if not directory.hold():
             raise StoreWriteError(f"{directory.path} is being removed")
         _put_catalogue(directory, catalogue, rank, form.CATALOGUE_NAME)
         if plan.copies > 1:

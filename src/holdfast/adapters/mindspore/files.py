@@ -24,7 +24,7 @@ from holdfast.adapters.numpy import DTYPE_NAMES
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
 from holdfast.store.layout import Box, Catalogue, TensorEntry
-from holdfast.store.place import Place
+from holdfast.store.place import Place, place_of
 from holdfast.store.plan import plan
 from holdfast.store.reader import Target, load_catalogue, load_into
 from holdfast.store.root import resolve
@@ -85,8 +85,8 @@ def export_checkpoint(
 
 
 def import_checkpoint(
-    file: str | os.PathLike[str], cell: Any, root: str | os.PathLike[str], *, step: int | None = None
-) -> Path:
+    file: str | os.PathLike[str], cell: Any, root: Place | str | os.PathLike[str], *, step: int | None = None
+) -> Place:
     """Take a ``.ckpt`` or ``.safetensors`` of MindSpore's as a verified checkpoint, to go on from.
 
     Args:
@@ -103,7 +103,7 @@ def import_checkpoint(
         CheckpointInvalid: MindSpore cannot read it, or it lacks parameters of the cell.
         StoreWriteError: ``root`` cannot be written.
     """
-    source = Path(file)
+    source, place = Path(file), place_of(root)
     if not source.is_file():
         raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
     form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
@@ -125,10 +125,8 @@ def import_checkpoint(
     save_id = SaveId("imported", Generation(0, 0), done, 0, "request")
     session = {"step": done, "seed": 0, "world": 1, "place": {"loop": 0, "at": None}}
     values = {**collected.values, "session": session}
-    write_share(
-        Path(root), save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, values, {0: {}}
-    )
-    return Path(root) / save_id.directory()
+    write_share(place, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, values, {0: {}})
+    return place / save_id.directory()
 
 
 def _step_in(loaded: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,179 @@
+"""A real S3 server on loopback (moto, a process of its own), and a proxy that harms what goes through it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+START_S = 60.0
+SECRET = "marked-SECRET-4f1c"
+ACCESS = "marked-ACCESS-77ab"
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """URL of a fresh server."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + START_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/moto-api/"):
+                    break
+            except OSError:
+                assert time.monotonic() < deadline_s and process.poll() is None, "the server does not start"
+                time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def make_bucket(url: str, name: str) -> None:
+    """Make a bucket."""
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT")) as reply:
+        assert reply.status == 200
+
+
+def environment(url: str, retry_s: float = 60.0) -> dict[str, str]:
+    """What a client of the server at ``url`` needs."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": ACCESS,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        "HOLDFAST_S3_RETRY_S": str(retry_s),
+    }
+
+
+class Proxy:
+    """Passes bytes to a server; a context manager.
+
+    Attributes:
+        replace: what to write in place of something in requests (of the same length).
+        answers: cut that many connections in the middle of their answer, after ``after_size_bytes``.
+        delay_s: wait before each piece of a request is passed on.
+        passed_size_bytes: of all requests so far.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._server = int(url.rpartition(":")[2])
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.replace = (b"", b"")
+        self.answers = 0
+        self.after_size_bytes = 0
+        self.delay_s = 0.0
+        self.passed_size_bytes = 0
+        self._listener: socket.socket | None = None
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Proxy:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+        for thread in self._threads:
+            thread.join()
+
+    def up(self) -> None:
+        """Listen."""
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
+        listener.listen(64)
+        self._listener = listener
+        self._start(self._accept, listener)
+
+    def down(self) -> None:
+        """Cut every connection and listen no more."""
+        listener, self._listener = self._listener, None
+        for one in (*([listener] if listener else []), *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        if listener:
+            listener.close()
+
+    def _start(self, target: object, *arguments: object) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            self._start(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._server)) as behind:
+            self._open |= {client, behind}
+            try:
+                self._pass(client, behind)
+            except OSError:
+                return  # one of the two has gone, or was cut
+            finally:
+                self._open -= {client, behind}
+
+    def _pass(self, client: socket.socket, behind: socket.socket) -> None:
+        answered = 0
+        while True:
+            ready, _, _ = select.select([client, behind], [], [], 60)
+            for one in ready:
+                data = one.recv(65536)
+                if not data:
+                    return
+                if one is client:
+                    answered = 0
+                    time.sleep(self.delay_s)
+                    self.passed_size_bytes += len(data)
+                    behind.sendall(data.replace(*self.replace) if self.replace[0] else data)
+                    continue
+                answered += len(data)
+                if self.answers and answered > self.after_size_bytes:
+                    self.answers -= 1
+                    return
+                client.sendall(data)
+
+
+def refusing(answer: bytes) -> tuple[str, socket.socket]:
+    """A server that answers every request with 403 and this body, until its socket is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                client.recv(65536)
+                head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n"
+                client.sendall(head.encode() + answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", listener

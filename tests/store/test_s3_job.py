@@ -1,0 +1,138 @@
+"""A real job that saves to a bucket: killed altogether, resumed, a rank killed, looked at; and no secret anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.store.bucket import Bucket
+from holdfast.store.place import Url
+from holdfast.store.root import Root
+from tests.store.s3server import ACCESS, SECRET
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = str(REPOSITORY / "tests" / "session" / "job.py")
+HOLDFAST = str(Path(sys.executable).parent / "holdfast")
+BOUND_S = 100.0
+STEPS = 60
+
+
+def start(where: Path, mark: str, *flags: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """The job, with two ranks."""
+    where.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [HOLDFAST, "run", "--nproc-per-node", "2", *flags, JOB, "--result", str(where / "result"),
+         "--steps", str(STEPS), *arguments],
+        cwd=where, env={**os.environ, "TEST_MARK": mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def digests(where: Path) -> list[str]:
+    """What the ranks ended with."""
+    return [json.loads(p.read_text())["digest"] for p in sorted((where / "result").glob("rank-*.json"))]
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of the job that carries this mark."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TEST_MARK={mark}".encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def kill_all(mark: str) -> None:
+    """Until none is left: some may be starting others."""
+    while pids := marked(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def holdfast(*arguments: str, cwd: Path | None = None) -> str:
+    """Output of a command that succeeds."""
+    done = subprocess.run([HOLDFAST, *arguments], capture_output=True, text=True, timeout=BOUND_S, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
+    undisturbed = start(tmp_path / "undisturbed", secrets.token_hex(8))
+    output, _ = undisturbed.communicate(timeout=BOUND_S)
+    assert undisturbed.returncode == 0, output
+
+    mark, where = secrets.token_hex(8), tmp_path / "disturbed"
+    every = ("--save-every", "4")
+    killed = start(where, mark, "--root", str(bucket), arguments=every)
+    deadline_s = time.monotonic() + BOUND_S
+    while Root(bucket).newest_valid().chosen is None:
+        assert time.monotonic() < deadline_s and killed.poll() is None
+        time.sleep(0.01)
+    kill_all(mark)
+    outputs = [killed.communicate()[0]]
+    assert not digests(where), "it had finished before it was killed"
+
+    flags = ("--root", str(bucket), "--on-fault", "restart")
+    resumed = start(where, mark, *flags, arguments=(*every, "--die", f"1@{STEPS - 2}"))
+    outputs.append(resumed.communicate(timeout=BOUND_S)[0])
+    assert resumed.returncode == 0, outputs
+    found = re.findall(r"resumed at step (\d+) from (s3://\S+)", outputs[-1])
+    assert len(found) == 2 and 0 < int(found[0][0]) < int(found[1][0]) == STEPS - 2, outputs[-1]
+    assert all(place.startswith(f"{bucket}/step-") for _, place in found)
+    assert len(digests(where)) == 2 and digests(where) == digests(tmp_path / "undisturbed")
+
+    look_at(bucket, where)
+    texts = [p.read_bytes() for p in where.rglob("*") if p.is_file() and not p.is_symlink()]
+    texts += [bytes(Bucket(bucket).get(entry.key)) for entry in Bucket(bucket).entries("")]
+    assert len(texts) > 10
+    for text in (*texts, *(one.encode() for one in outputs)):
+        assert SECRET.encode() not in text and ACCESS.encode() not in text
+
+
+def look_at(bucket: Url, where: Path) -> None:
+    """The commands that look at checkpoints."""
+    listed = json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))
+    valid = [one for one in listed if one["valid"]]
+    assert valid[0]["step"] == STEPS and len(valid) <= 4
+    assert "sealed" in holdfast("ckpt", "ls", str(bucket))
+    assert f"step {STEPS}" in holdfast("ckpt", "show", f"{bucket}@{STEPS}")
+    assert "verified" in holdfast("ckpt", "verify", valid[0]["path"])
+    assert "0, 1" in holdfast("ckpt", "holders", str(bucket)) or "0-1" in holdfast(
+        "ckpt", "holders", str(bucket)
+    )
+    merged = where / "merged.safetensors"
+    holdfast("ckpt", "merge", str(bucket), str(merged))
+    assert merged.stat().st_size > 1000
+    said = holdfast("ckpt", "prune", str(bucket), "--keep", "1", "--grace-s", "0")
+    assert "removed s3://" in said
+    assert [one["step"] for one in json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))] == [STEPS]
+    assert "with conditional writes" in holdfast("doctor", "--checkpoint", str(bucket))
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_credentials_in_a_url_stop_the_run_unrepeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    url = f"s3://{ACCESS}:{SECRET}@bucket/prefix"
+    if how == "variable":
+        monkeypatch.setenv("HOLDFAST_CHECKPOINT", url)
+    flags = ("--root", url) if how == "flag" else ()
+    job = start(tmp_path / "run", "none", *flags)
+    output, _ = job.communicate(timeout=BOUND_S)
+    assert job.returncode == 2 and "credentials and AWS_ENDPOINT_URL come" in output
+    assert SECRET not in output and ACCESS not in output
+    assert list((tmp_path / "run").iterdir()) == []
