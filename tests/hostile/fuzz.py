@@ -25,11 +25,13 @@ from hypothesis import strategies as st
 
 from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch
+from holdfast.store.layout import flat_range_boxes
 from holdfast.store.manifest import unwrap, wrap
 from holdfast.store.reader import load_into, load_locals, load_values
 from holdfast.store.repair import repair
+from holdfast.store.tools import holdings
 from holdfast.store.validity import inspect
-from tests.store.worlds import random_array, replicated, save, save_id
+from tests.store.worlds import World, grid, random_array, replicated, save, save_id
 
 MEMORY_SIZE_BYTES = 192 * 2**20
 """Of address space, beyond what the process has when it begins."""
@@ -67,11 +69,24 @@ odd = st.one_of(
 )
 
 
-class Checkpoint:
-    """A sealed checkpoint of two ranks with two copies of the data, made anew for each example at no cost."""
+def sharded() -> World:
+    """Four ranks: a flat range each, halves, and what all hold."""
+    world = replicated(4, ARRAYS)
+    weight, bias = ARRAYS["layer.weight"].shape, ARRAYS["layer.bias"].shape
+    for rank, held in enumerate(world.held):
+        whole = [(fqn, box) for fqn, box in held if not fqn.startswith("layer")]
+        pieces = flat_range_boxes(weight, rank * 150, rank * 150 + 150)
+        world.held[rank] = [*whole, ("layer.bias", grid(bias, {0: 2})[rank % 2])]
+        world.held[rank] += [("layer.weight", box) for box in pieces]
+    return world
 
-    def __init__(self, root: Path, copies: int) -> None:
-        save(root, replicated(2, ARRAYS), save_id(), copies=copies)
+
+class Checkpoint:
+    """A sealed checkpoint, put back in its place for each example."""
+
+    def __init__(self, root: Path, world: World, copies: int = 1) -> None:
+        save(root, world, save_id(), copies=copies)
+        self.writers = range(world.size)
         self.path = root / save_id().directory()
         self.pristine = {file.name: file.read_bytes() for file in sorted(self.path.iterdir())}
         self.outcomes: Counter[str] = Counter()
@@ -103,6 +118,8 @@ class Checkpoint:
             for shard in state.shards:
                 assert shard.array.tobytes() == ARRAYS[shard.fqn].tobytes(), shard.fqn
         assert judged.valid or judged.reason
+        if judged.valid:
+            holdings(self.path)
         for read in (load_values, lambda path: load_locals(path, 0)):
             try:
                 value = read(self.path)
@@ -182,7 +199,7 @@ def with_catalogue(checkpoint: Checkpoint, data: bytes) -> None:
     """Put another catalogue there, and let all manifests name it."""
     digest = xxhash.xxh3_128_hexdigest(unwrap(data, "")[0])
     (checkpoint.path / "catalogue.json").write_bytes(data)
-    for rank in (0, 1):
+    for rank in checkpoint.writers:
         name = f"rank-r{rank:05d}.json"
         tree = json.loads(unwrap(checkpoint.pristine[name], name)[0])
         tree["catalogue"] = digest
@@ -208,7 +225,9 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
     Raises:
         AssertionError, or whatever else came out: the property does not hold; hypothesis shows the change.
     """
-    single, double = Checkpoint(root / "single", 1), Checkpoint(root / "double", 2)
+    single = Checkpoint(root / "single", replicated(2, ARRAYS))
+    double = Checkpoint(root / "double", replicated(2, ARRAYS), copies=2)
+    cut = Checkpoint(root / "cut", sharded())
     common = settings(
         max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
@@ -216,7 +235,7 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
 
     @st.composite
     def raw(draw: st.DrawFn) -> tuple[Checkpoint, dict[str, bytes]]:
-        checkpoint = draw(st.sampled_from([single, double]))
+        checkpoint = draw(st.sampled_from([single, double, cut]))
         changed: dict[str, bytes] = {}
         for name in draw(st.lists(st.sampled_from(sorted(checkpoint.pristine)), min_size=1, max_size=2)):
             data = checkpoint.pristine[name]
@@ -233,25 +252,28 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
             (checkpoint.path / name).write_bytes(data)
         checkpoint.check(mend)
 
-    manifest = unwrap(single.pristine["rank-r00000.json"], "")[0]
+    @st.composite
+    def json_of(draw: st.DrawFn, name: str) -> tuple[Checkpoint, bytes]:
+        checkpoint = draw(st.sampled_from([single, cut]))
+        return checkpoint, draw(said(unwrap(checkpoint.pristine[name], "")[0]))
 
     @common
     @seed(number)
-    @given(said(manifest))
-    def manifest_changed(body: bytes) -> None:
-        single.restore()
-        (single.path / "rank-r00000.json").write_bytes(wrap(body))
-        single.check(mend=False)
-
-    catalogue = unwrap(single.pristine["catalogue.json"], "")[0]
+    @given(json_of("rank-r00000.json"))
+    def manifest_changed(drawn: tuple[Checkpoint, bytes]) -> None:
+        checkpoint, body = drawn
+        checkpoint.restore()
+        (checkpoint.path / "rank-r00000.json").write_bytes(wrap(body))
+        checkpoint.check(mend=False)
 
     @common
     @seed(number)
-    @given(said(catalogue))
-    def catalogue_changed(body: bytes) -> None:
-        single.restore()
-        with_catalogue(single, wrap(body))
-        single.check(mend=False)
+    @given(json_of("catalogue.json"))
+    def catalogue_changed(drawn: tuple[Checkpoint, bytes]) -> None:
+        checkpoint, body = drawn
+        checkpoint.restore()
+        with_catalogue(checkpoint, wrap(body))
+        checkpoint.check(mend=False)
 
     start = 8 + struct.unpack("<Q", single.pristine[SHARD][:8])[0]
 
@@ -267,9 +289,9 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
         single.check(mend=False)
 
     for check in (bytes_changed, manifest_changed, catalogue_changed, header_changed):
-        single.outcomes, double.outcomes = Counter(), Counter()
+        single.outcomes, double.outcomes, cut.outcomes = Counter(), Counter(), Counter()
         check()
-        outcomes[check.__name__] = single.outcomes + double.outcomes
+        outcomes[check.__name__] = single.outcomes + double.outcomes + cut.outcomes
     return outcomes
 
 
