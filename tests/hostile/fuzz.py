@@ -219,6 +219,24 @@ def with_header(checkpoint: Checkpoint, text: bytes, size_bytes: int) -> None:
     (checkpoint.path / "rank-r00000.json").write_bytes(wrap(body))
 
 
+@st.composite
+def damaged(draw: st.DrawFn, checkpoints: list[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
+    """One or two files of a checkpoint with other bytes."""
+    checkpoint = draw(st.sampled_from(checkpoints))
+    changed: dict[str, bytes] = {}
+    for name in draw(st.lists(st.sampled_from(sorted(checkpoint.pristine)), min_size=1, max_size=2)):
+        data = checkpoint.pristine[name]
+        changed[name] = draw(raw_changes(len(data)))(data)
+    return checkpoint, changed
+
+
+@st.composite
+def retold(draw: st.DrawFn, checkpoints: list[Checkpoint], name: str) -> tuple[Checkpoint, bytes]:
+    """The body of a JSON file of a checkpoint, with other content."""
+    checkpoint = draw(st.sampled_from(checkpoints))
+    return checkpoint, draw(said(unwrap(checkpoint.pristine[name], "")[0]))
+
+
 def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
     """Run every kind of change so often; what came of it, by kind.
 
@@ -233,18 +251,9 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
     )
     outcomes: dict[str, Counter[str]] = {}
 
-    @st.composite
-    def raw(draw: st.DrawFn) -> tuple[Checkpoint, dict[str, bytes]]:
-        checkpoint = draw(st.sampled_from([single, double, cut]))
-        changed: dict[str, bytes] = {}
-        for name in draw(st.lists(st.sampled_from(sorted(checkpoint.pristine)), min_size=1, max_size=2)):
-            data = checkpoint.pristine[name]
-            changed[name] = draw(raw_changes(len(data)))(data)
-        return checkpoint, changed
-
     @common
     @seed(number)
-    @given(raw(), st.booleans())
+    @given(damaged([single, double, cut]), st.booleans())
     def bytes_changed(drawn: tuple[Checkpoint, dict[str, bytes]], mend: bool) -> None:
         checkpoint, changed = drawn
         checkpoint.restore()
@@ -252,14 +261,9 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
             (checkpoint.path / name).write_bytes(data)
         checkpoint.check(mend)
 
-    @st.composite
-    def json_of(draw: st.DrawFn, name: str) -> tuple[Checkpoint, bytes]:
-        checkpoint = draw(st.sampled_from([single, cut]))
-        return checkpoint, draw(said(unwrap(checkpoint.pristine[name], "")[0]))
-
     @common
     @seed(number)
-    @given(json_of("rank-r00000.json"))
+    @given(retold([single, cut], "rank-r00000.json"))
     def manifest_changed(drawn: tuple[Checkpoint, bytes]) -> None:
         checkpoint, body = drawn
         checkpoint.restore()
@@ -268,7 +272,7 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
 
     @common
     @seed(number)
-    @given(json_of("catalogue.json"))
+    @given(retold([single, cut], "catalogue.json"))
     def catalogue_changed(drawn: tuple[Checkpoint, bytes]) -> None:
         checkpoint, body = drawn
         checkpoint.restore()

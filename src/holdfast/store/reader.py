@@ -14,9 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -121,10 +121,7 @@ def load_into(
     wanted = list(targets)
     for target in wanted:
         _check_target(target)
-    with open_attempt(path) as directory:
-        if not directory.hold():
-            raise CheckpointInvalid(f"{directory.path}: is being removed")
-        index = read_index(directory)
+    with opened(path) as (directory, index):
         found = _compare(index.catalogue, wanted, known)
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
@@ -135,6 +132,19 @@ def load_into(
         time.perf_counter() - started_s, (*index.damage, *loader.healed), tuple(found.missing), tuple(found.unexpected),
         tuple(found.mismatched),
     )  # fmt: skip
+
+
+@contextmanager
+def opened(path: Place | str) -> Iterator[tuple[Attempt, Index]]:
+    """A checkpoint that nobody removes while it is open, and what its JSON files say.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    with open_attempt(path) as directory:
+        if not directory.hold():
+            raise CheckpointInvalid(f"{directory.path}: is being removed")
+        yield directory, read_index(directory)
 
 
 def load_catalogue(path: Place | str) -> Catalogue:
@@ -208,6 +218,23 @@ class Loader:
         self.threads = threads
         self.healed: list[str] = []
         self.read_size_bytes = 0
+
+    def bytes_of(self, fqn: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> memoryview:
+        """The verified bytes of regions of one tensor, one after the other, each in C order.
+
+        Raises:
+            CheckpointInvalid: no intact copy is left.
+        """
+        item = DTYPE_SIZE_BYTES[dtype]
+        data = memoryview(bytearray(sum(box.numel for box in boxes) * item))
+        wanted: list[tuple[Target, Box]] = []
+        done = 0
+        for box in boxes:
+            part = data[done : done + box.numel * item]
+            wanted.append((Target(fqn, box, dtype, part, shape), box))
+            done += len(part)
+        self.load(wanted)
+        return data
 
     def load(self, wanted: list[tuple[Target, Box]]) -> None:
         """Fill the regions; bad extents are asked again from other copies until none is left."""

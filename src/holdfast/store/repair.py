@@ -28,7 +28,7 @@ from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, dcp_metadata, encode_hea
 from holdfast.store.manifest import FileEntry, RankManifest
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
-from holdfast.store.reader import Loader, Target
+from holdfast.store.reader import Loader
 from holdfast.store.validity import Index, Stored, check_contents, json_files, read_index, seal_of
 
 THREADS = 2
@@ -130,14 +130,8 @@ def _rebuild(directory: Attempt, index: Index, plan: _Plan) -> None:
         for stored in plan.boxes:
             record = stored.record
             for start, size_bytes, digest in stored.extents():
-                data = memoryview(bytearray(size_bytes))
-                wanted = []
-                done = 0
-                for box in stored.regions(start, size_bytes):
-                    part = data[done : done + box.numel * (record.size_bytes // record.box.numel)]
-                    wanted.append((Target(record.fqn, box, record.dtype, part, record.shape), box))
-                    done += len(part)
-                loader.load(wanted)
+                regions = stored.regions(start, size_bytes)
+                data = loader.bytes_of(record.fqn, record.dtype, record.shape, regions)
                 if xxhash.xxh3_64_hexdigest(data) != digest:
                     raise CheckpointInvalid(f"{path}: the copies of {record.fqn}{record.box} differ")
                 put(start, data)

@@ -14,8 +14,9 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,11 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.store.codec import encode_header
 from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
 from holdfast.store.place import Place
-from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.reader import Loader, load_catalogue, opened
 
+THREADS = 4
 SLAB_SIZE_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -80,34 +82,47 @@ def merge(
         CheckpointInvalid: a damaged checkpoint.
         StoreWriteError: the output cannot be written.
     """
-    catalogue = load_catalogue(path)
     parent = parent_of_new(target)
-    tensors = [t for t in catalogue.tensors if names is None or t.fqn in names]
-    if not file_size_bytes_max:
+    with opened(path) as (attempt, index):
+        loader = Loader(attempt, index, THREADS)
+        tensors = [t for t in index.catalogue.tensors if names is None or t.fqn in names]
+        if file_size_bytes_max:
+            made = _merge_directory(loader, tensors, target, file_size_bytes_max, progress)
+            return tuple(str(target / name) for name in made)
         with Directory.open(parent) as directory:
-            _merge_file(path, catalogue, [t.fqn for t in tensors], directory, target.name, progress)
-        return (str(target),)
-    groups: list[list[str]] = [[]]
+            _merge_file(loader, tensors, directory, target.name, progress)
+    return (str(target),)
+
+
+def _merge_directory(
+    loader: Loader,
+    tensors: Sequence[TensorEntry],
+    target: Path,
+    file_size_bytes_max: int,
+    progress: Callable[[int], object],
+) -> list[str]:
+    """The files of a new directory, by name."""
+    groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for tensor in tensors:
         if groups[-1] and size_bytes + tensor.size_bytes > file_size_bytes_max:
             groups.append([])
             size_bytes = 0
-        groups[-1].append(tensor.fqn)
+        groups[-1].append(tensor)
         size_bytes += tensor.size_bytes
     made = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
         made = ["model.safetensors"]
     with new_directory(target) as hidden, Directory.open(hidden) as directory:
         for name, group in zip(made, groups, strict=True):
-            _merge_file(path, catalogue, group, directory, name, progress)
+            _merge_file(loader, group, directory, name, progress)
         if len(groups) > 1:
-            weights = {fqn: name for name, group in zip(made, groups, strict=True) for fqn in group}
+            weights = {t.fqn: name for name, group in zip(made, groups, strict=True) for t in group}
             total = sum(t.size_bytes for t in tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1), "merge")
+            listing = {"metadata": {"total_size": total}, "weight_map": weights}
+            directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(listing), indent=1), "merge")
             made.append(INDEX_NAME)
-    return tuple(str(target / name) for name in made)
+    return made
 
 
 def parent_of_new(target: Path) -> Path:
@@ -147,48 +162,29 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def _merge_file(
-    path: Place,
-    catalogue: Catalogue,
-    names: list[str],
+    loader: Loader,
+    tensors: Sequence[TensorEntry],
     directory: Directory,
     name: str,
     progress: Callable[[int], object],
 ) -> None:
-    """One output file with the named tensors."""
-    entries = sorted(
-        (catalogue.by_fqn[fqn] for fqn in names), key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn)
-    )
+    """One output file with these tensors."""
+    entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
     head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
     with directory.temporary(name, "merge") as fd:
         write_at(fd, 0, memoryview(head), directory.path / name)
         for place in header.tensors:
             offset = place.start
-            for box in _slabs(place.shape, DTYPE_SIZE_BYTES[place.dtype]):
-                data = _fetch(path, catalogue, place.fqn, place.dtype, place.shape, box)
+            for regions in _slabs(place.shape, DTYPE_SIZE_BYTES[place.dtype]):
+                data = loader.bytes_of(place.fqn, place.dtype, place.shape, regions)
                 write_at(fd, offset, data, directory.path / name)
                 offset += len(data)
                 progress(len(data))
     directory.sync()
 
 
-def _fetch(path: Place, catalogue: Catalogue, fqn: str, dtype: str, shape: Shape, box: Box) -> memoryview:
-    """The verified bytes of one box."""
-    data = memoryview(bytearray(box.numel * DTYPE_SIZE_BYTES[dtype]))
-    load_into(path, [Target(fqn, box, dtype, data, shape)], known=catalogue.by_fqn)
-    return data
-
-
-def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[Box]:
-    """A tensor in C order as boxes of about ``SLAB_SIZE_BYTES``, at least one row each."""
-    whole = Box.whole(shape)
-    axis = next((d for d, n in enumerate(shape) if n > 1), None)
-    if axis is None or not whole.numel:
-        yield whole
-        return
-    row_size_bytes = whole.numel // shape[axis] * item_size_bytes
-    rows = max(1, SLAB_SIZE_BYTES // row_size_bytes)
-    for first in range(0, shape[axis], rows):
-        count = min(rows, shape[axis] - first)
-        yield Box(
-            (*(0,) * axis, first, *(0,) * (len(shape) - axis - 1)), (*(1,) * axis, count, *shape[axis + 1 :])
-        )
+def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[list[Box]]:
+    """A tensor in C order, cut into slabs of at most ``SLAB_SIZE_BYTES``; each is a few boxes."""
+    total, step = prod(shape), max(1, SLAB_SIZE_BYTES // item_size_bytes)
+    for start in range(0, total, step):
+        yield flat_range_boxes(shape, start, min(start + step, total))
