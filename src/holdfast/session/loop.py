@@ -41,7 +41,7 @@ class Loops:
         self.local: dict[str, Plain] = {}
         self._rank = rank
         self._adapter = adapter
-        self._parts = parts
+        self._parts = self._parts_then = parts
         self._returns = returns
         self._count = 0
         self._feed: Feed | None = None
@@ -58,8 +58,10 @@ class Loops:
     def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """The place that was loaded, with the session's plain values."""
         self.place = dict(session.get("place", {"loop": -1}))
-        if at := self.place.get("at"):
-            # Samples are dealt to the ranks in turn: fewer ranks have drawn more batches each.
+        self._parts_then = int(session.get("parts", 1))
+        at = self.place.get("at")
+        if at and "seen" not in at:
+            # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self.local = dict(local)
@@ -97,7 +99,7 @@ class Loops:
             return  # the checkpoint was written in a later loop of the script
         feed = self._feed = None if loader is None else self._adapter.feed(loader)
         if feed is not None and saved_loop == loop:
-            feed.seek(self.place["at"], self.local.get("loader"))
+            self._seek(feed)
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._drawn, self._epochs = -1, epochs
@@ -111,6 +113,35 @@ class Loops:
             self._feed = None
             if feed is not None:
                 feed.close()
+
+    def _seek(self, feed: Feed) -> None:
+        at = self.place["at"]
+        if at is None:
+            log.warning("holdfast: the checkpoint was written without a loader: this one begins at its start")
+            return
+        feed.seek(at, self.local.get("loader"))
+        self._tell_share(at, feed.place())
+
+    def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
+        """Say when a step has another number of samples than before, and what would give it the old one."""
+        if "share" not in then or "share" not in now:
+            return
+        before, here = then["share"] * self._parts_then, now["share"] * self._parts
+        if before == here:
+            return
+        way = (
+            f"accumulate {before // here} batches per step"
+            if before % here == 0
+            else f"give the loader {before / here:g} times the batch size"
+        )
+        log.warning(
+            "holdfast: a step of the checkpoint's job had %d samples, one of this job has %d: it goes on at the same "
+            "sample, but learning rate and schedule were made for %d; to keep them, %s",
+            before,
+            here,
+            before,
+            way,
+        )
 
     def _each(self, over: Callable[[], bool], make: Callable[[int], Step]) -> Iterator[Step]:
         while True:

@@ -223,7 +223,7 @@ class Session:
         before = self._workers_then(found.session)
         if before != self._adapter.world_size * self._parts:
             log.warning(
-                "holdfast: the checkpoint was written by %s ranks, this run has %d: batches will differ",
+                "holdfast: the checkpoint was written by %s ranks, this run has %d: no longer bit for bit the same run",
                 before,
                 self._adapter.world_size,
             )

@@ -2,7 +2,9 @@
 
 Theory. A position is (epoch, batches drawn in that epoch). What a sampler draws in an epoch is made a function of
 (seed, epoch): a ``DistributedSampler`` is so by ``set_epoch``, any other is seeded before it draws. To go to a
-position, index lists are skipped; no skipped sample is loaded. Each sample is seeded from (seed, epoch, index) in
+position, index lists are skipped; no skipped sample is loaded. Where it is known how samples are dealt to the ranks
+(``order.py``), the position also says how many samples of the epoch the whole job has drawn, and a job with another
+number of ranks or another batch size goes on there. Each sample is seeded from (seed, epoch, index) in
 whichever process loads it, so random augmentation does not depend on the number of loader workers or on a restart.
 
 Sources, by what the user gives:
@@ -19,14 +21,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.adapters.torch.rng import fetch_seed, isolated, order_seed, sample_seed, seed_all
+from holdfast.adapters.torch.order import Deal, Order, Seeded, SeededBatches
+from holdfast.adapters.torch.rng import fetch_seed, order_seed, seed_all
 from holdfast.adapters.values import Plain, join, split
 from holdfast.errors import EmptyLoaderError, UsageError
 
@@ -45,6 +46,12 @@ class Source(Protocol):
     """Batches of one epoch, from any position."""
 
     length: int | None  # batches per epoch of this rank, when it can be known
+
+    def words(self, position: Position) -> dict[str, int]:
+        """What a place says beside the position, for a job of another size."""
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """The batch of the place's epoch that comes next here."""
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without its first ``skip`` batches."""
@@ -75,12 +82,13 @@ class Feed:
 
     def place(self) -> dict[str, int]:
         """The position after the last batch drawn, as plain values."""
-        return {"epoch": self.position.epoch, "batch": self.position.batch}
+        at = self.position
+        return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
         """Go to a place; ``local`` is what :meth:`local_state` returned there, if anything."""
         self._iterator = None
-        self.position = Position(place["epoch"], place["batch"])
+        self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
             self._source.restore_local(local)
 
@@ -169,13 +177,6 @@ def _set_epoch(epoch: int, *owners: Any) -> None:
         seen.add(id(owner))
 
 
-def _chain(sampler: Any) -> Iterator[Any]:
-    """A (batch) sampler and those that it draws from."""
-    while sampler is not None:
-        yield sampler
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-
-
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -188,108 +189,6 @@ def _shut(iterator: Any) -> None:
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
-
-
-class _Ref:
-    """Index of one sample in one epoch, as it travels to a loader worker."""
-
-    __slots__ = ("epoch", "index")
-
-    def __init__(self, epoch: int, index: Any) -> None:
-        self.epoch = epoch
-        self.index = index
-
-    def __reduce__(self) -> tuple[type[_Ref], tuple[int, Any]]:
-        return _Ref, (self.epoch, self.index)
-
-
-class _Seeded(Dataset[Any]):
-    """The user's dataset, with the default generators seeded before each sample."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        self.inner = inner
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, ref: _Ref) -> Any:
-        self.prepare(ref)
-        return self.inner[ref.index]
-
-    def __getattr__(self, name: str) -> Any:
-        # worker_init_fn and collate functions of users look at get_worker_info().dataset.
-        if name in ("inner", "seed") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def prepare(self, ref: _Ref) -> None:
-        """Seed the default generators for one sample."""
-        index = (
-            ref.index if isinstance(ref.index, int) else xxhash.xxh3_64_intdigest(repr(ref.index).encode())
-        )
-        seed_all(sample_seed(self.seed, ref.epoch, index))
-
-
-class _SeededBatches(_Seeded):
-    """The same for datasets that fetch a batch at once: one seed per batch, from its first sample."""
-
-    def __getitems__(self, refs: list[_Ref]) -> Any:
-        if refs:
-            self.prepare(refs[0])
-        return self.inner.__getitems__([ref.index for ref in refs])
-
-
-_SEEDED: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
-"""The user's seed of each generator, and what we last seeded it with: a second loop over the same loader must find the
-first, as a process that is resumed in that loop does."""
-
-
-def _base_seed(generator: torch.Generator) -> int:
-    base, ours = _SEEDED.get(generator, (0, None))
-    return base if generator.initial_seed() == ours else generator.initial_seed()
-
-
-class _Order:
-    """A (batch) sampler that starts anywhere in an epoch and stamps each index with the epoch."""
-
-    def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
-        self._inner = inner
-        self._batched = batched
-        self._seed = seed
-        self._rank = rank
-        found = (getattr(sampler, "generator", None) for sampler in _chain(inner))
-        self._own = {id(g): (g, _base_seed(g)) for g in found if isinstance(g, torch.Generator)}
-        self.epoch = 0
-        self.skip = 0
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._walk(self.epoch, self.skip)
-
-    def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
-        for generator, base in self._own.values():
-            generator.manual_seed(order_seed(base, epoch, 0))
-            _SEEDED[generator] = (base, generator.initial_seed())
-        # Samplers without a generator draw from the default ones, most of them at their first index.
-        with isolated():
-            seed_all(order_seed(self._seed, epoch, self._rank))
-            inner = iter(self._inner)
-            indices = list(_take(inner, skip + 1))[skip:]
-        for index in indices:
-            yield self._stamp(epoch, index)
-        for index in inner:
-            yield self._stamp(epoch, index)
-
-    def _stamp(self, epoch: int, index: Any) -> Any:
-        return [_Ref(epoch, one) for one in index] if self._batched else _Ref(epoch, index)
-
-
-def _take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    for _, item in zip(range(count), iterator, strict=False):
-        yield item
 
 
 class MapSource:
@@ -305,14 +204,17 @@ class MapSource:
         self._rank = rank
         batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if batched else loader.sampler
-        self._order = _Order(inner, batched, seed, rank)
+        self._order = Order(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._loader = self._rebuild(loader, batched)
         self._iterator: Any = None
+        self._start: tuple[Position, int] | None = (
+            None  # dealt anew from here, after so many samples of the job
+        )
 
     def _rebuild(self, loader: DataLoader[Any], batched: bool) -> DataLoader[Any]:
         dataset: Any = loader.dataset
-        wrapper = _SeededBatches if hasattr(dataset, "__getitems__") else _Seeded
+        wrapper = SeededBatches if hasattr(dataset, "__getitems__") else Seeded
         order: dict[str, Any] = (
             {"batch_sampler": self._order} if batched else {"sampler": self._order, "batch_size": None}
         )
@@ -332,6 +234,28 @@ class MapSource:
             **order,
         )
 
+    def words(self, position: Position) -> dict[str, int]:
+        """``seen``: samples of the epoch that the job has drawn; ``share``: with one batch of each rank."""
+        deal = self._order.deal
+        return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
+
+    def _seen(self, deal: Deal, position: Position) -> int:
+        if self._start is None or self._start[0].epoch != position.epoch:
+            return position.batch * deal.share
+        return self._start[1] + (position.batch - self._start[0].batch) * deal.share
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """Where the job has drawn as many samples as it had; that may lie inside a batch of this size."""
+        deal = self._order.deal
+        self._start = None
+        if deal is None or "seen" not in place:
+            return place["batch"]
+        batch, beyond = divmod(place["seen"], deal.share)
+        if beyond and self.length is not None and batch < self.length:
+            batch = self.length - deal.left(place["seen"])
+            self._start = (Position(place["epoch"], batch), place["seen"])
+        return batch
+
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without loading its first ``skip`` batches."""
         user = self._user
@@ -339,6 +263,9 @@ class MapSource:
             epoch, user, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None)
         )
         self._order.epoch, self._order.skip = epoch, skip
+        self._order.seen = None
+        if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
+            self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
         self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
         if not self._loader.persistent_workers:
             _shut(self._iterator)
@@ -369,7 +296,19 @@ class _PlacedSource(MapSource):
             yield batch if device is None else tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
 
 
-class StatefulSource:
+class _Counted:
+    """A source that only knows how many batches this rank has drawn."""
+
+    def words(self, position: Position) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """The same number."""
+        return place["batch"]
+
+
+class StatefulSource(_Counted):
     """A loader that knows its own position (``state_dict``), per rank."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
@@ -412,7 +351,7 @@ class StatefulSource:
         self._iterator = None
 
 
-class ReplaySource:
+class ReplaySource(_Counted):
     """Any iterable: the position is reached by reading."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
