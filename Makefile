@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang soak-store fuzz-store chaos partitions bench clean
+.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -58,6 +58,9 @@ partitions: venv  ## several hosts as network namespaces: cables cut, cut one wa
 
 memory: venv  ## the memory tier: lost shards, torn and damaged states, each compared bit for bit (1 minute)
 	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py
+
+spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 minutes)
+	HOLDFAST_SPARES=1 $(VENV)/bin/python -m pytest tests/session/test_spares.py
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000

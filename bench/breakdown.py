@@ -19,7 +19,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.adapters.torch.groups import fabric
 from holdfast.adapters.torch.rng import reseed
-from holdfast.drill.parts import build, parse, place
+from holdfast.drill.parts import build, parse, rank, workers
 
 WARM_UP = 50
 
@@ -46,12 +46,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--size", default="10m")
     given = parser.parse_args()
-    rank, world_size = place()
     dist.init_process_group("gloo")
-    parts = build(parse(["--size", given.size]), rank, world_size)
+    parts = build(parse(["--size", given.size]), workers())
     vector = [1, 0, 0, 0, 0, 1, 1]
     votes = timed(lambda _: fabric().reduce_vote(vector), given.steps)
-    seeds = timed(lambda step: reseed(0, rank, step), given.steps)
+    seeds = timed(lambda step: reseed(0, rank(), step), given.steps)
     steps: list[float] = []
     with holdfast.session(
         model=parts.network, optimizer=parts.optimizer, scheduler=parts.scheduler, resume="never"
@@ -63,7 +62,7 @@ def main() -> None:
             now_ns = time.perf_counter_ns()
             steps.append((now_ns - last_ns) / 1e3)
             last_ns = now_ns
-    if rank == 0:
+    if rank() == 0:
         print("| microseconds per step | n | median | p90 |\n|---|---|---|---|")
         print(row("all of the session (with the vote)", steps[WARM_UP:]))
         print(row("the vote alone, ranks idle", votes))

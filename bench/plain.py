@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.drill.parts import Parts, accumulate, average_statistics, build, parse, place
+from holdfast.drill.parts import Parts, accumulate, average_statistics, build, parse, rank, workers
 from holdfast.drill.trace import Trace
 
 
@@ -39,12 +39,11 @@ def save(parts: Parts, path: Path, step: int) -> None:
 def main() -> None:
     """Train."""
     settings = parse()
-    rank, world_size = place()
     dist.init_process_group("gloo")
-    parts = build(settings, rank, world_size)
+    parts = build(settings, workers())
     trace = Trace(settings.trace, rank)
     if settings.trace is not None:
-        (settings.trace / f"rank-{rank:05d}.pid").write_text(str(os.getpid()))
+        (settings.trace / f"rank-{rank():05d}.pid").write_text(str(os.getpid()))
     checkpoint = Path(settings.checkpoint) / "checkpoint.pt" if settings.checkpoint else None
     step = load(parts, checkpoint) if checkpoint is not None else 0
     epoch = step // len(parts.loader)
@@ -62,7 +61,7 @@ def main() -> None:
                 checkpoint is not None
                 and settings.save_every
                 and step % settings.save_every == 0
-                and rank == 0
+                and rank() == 0
             ):
                 save(parts, checkpoint, step)
             if step == settings.steps:

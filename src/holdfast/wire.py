@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.core import messages as m
 from holdfast.core import sightings as o
+from holdfast.core import spares
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
 
@@ -74,6 +75,8 @@ WireMessage = (
     | m.Mirror
     | m.Rolled
     | m.VotersAre
+    | spares.SpareWaits
+    | spares.Called
 )
 """All that may travel; the decoder accepts nothing else."""
 

@@ -88,7 +88,7 @@ def test_the_corpus_is_the_same_every_time_and_skips_what_was_installed(tmp_path
 
 
 def test_a_trace_leaves_out_a_torn_line(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, 3)
+    trace = Trace(tmp_path, lambda: 3)
     trace.committed(1)
     trace.committed(2)
     trace.close()

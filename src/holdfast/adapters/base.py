@@ -41,6 +41,7 @@ class Feed(Protocol):
 
     epoch: int
     last_in_epoch: bool
+    repeatable: bool  # a batch that is drawn in vain changes nothing: the next one is drawn from any place all the same
 
     def place(self) -> Mapping[str, int]:
         """The position after the last batch drawn."""
@@ -148,6 +149,14 @@ class Adapter(Protocol):
 
     def end_rehearsal(self) -> None:
         """Collectives communicate again."""
+
+
+@runtime_checkable
+class StandsIn(Protocol):
+    """What an adapter may also be: one that can be built before the rank of its process is known."""
+
+    def become(self, rank: int) -> None:
+        """The process is this rank from now on."""
 
 
 @runtime_checkable

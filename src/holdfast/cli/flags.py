@@ -126,6 +126,8 @@ FLAGS: tuple[Flag, ...] = (
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
     _own("--on-fault", "text", "auto: replace only the lost ranks where that works; restart: restart all workers",
          "auto"),
+    _own("--spares", "whole", "processes per node that are built beforehand and take the place of a lost worker; as "
+         "many as workers: one for each, whatever the script asks before its session", 0),
     _own("--hang-factor", "number", "a job that shows no progress for so many of its median steps hangs; 0: not "
          "looked for", 10.0),
     _own("--hang-floor", "number", "seconds without progress that are never a hang", 1.5),

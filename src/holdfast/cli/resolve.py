@@ -97,6 +97,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         max_restarts=_at_least(values, "max_restarts", 0),
         restart_window_s=_at_least(values, "restart_window", 1.0),
         on_fault=_on_fault(values),
+        spares=_spares(values),
         hang_factor=_at_least(values, "hang_factor", 0.0),
         hang_floor_s=_at_least(values, "hang_floor", 0.1),
         hang_start_s=_at_least(values, "hang_start", 1.0),
@@ -393,6 +394,18 @@ def _at_least(values: Mapping[str, Any], key: str, least: Any) -> Any:
     if not value >= least:
         raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
     return value
+
+
+def _spares(values: Mapping[str, Any]) -> int:
+    count = int(_at_least(values, "spares", 0))
+    if count and (values["framework"] != "torch" or values["no_python"]):
+        raise UsageError(
+            f"--spares {count}: only a torch script can be built beforehand",
+            hint="leave --spares out: a lost worker is forked from the zygote",
+        )
+    if count and str(values["on_fault"]) == "restart":
+        raise UsageError(f"--spares {count} with --on-fault restart: no spare would ever be used")
+    return count
 
 
 def _on_fault(values: Mapping[str, Any]) -> Literal["auto", "restart"]:

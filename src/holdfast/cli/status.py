@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.view import RECOVERY_PHASES, FaultView, RankView, RunView, Watch
+from holdfast.cli.view import RECOVERY_PHASES, FaultView, RankView, RunView, SpareView, Watch
 
 WATCH_PERIOD_S = 0.5
 PLAIN_WIDTH = 120
@@ -61,6 +61,7 @@ def render(view: RunView) -> RenderableType:
     parts: list[RenderableType] = [headline(view), Text(f"logs {view.logs}", style="dim")]
     if view.ranks:
         parts += [Text(), _rank_table(view)]
+    parts += [_spare_line(spare) for spare in view.spares]
     if view.faults:
         parts += [Text(), *(line for fault in view.faults for line in _fault_lines(fault))]
     parts += [Text(), Text(f"next: {_next(view)}", style="dim")]
@@ -136,6 +137,11 @@ def _rank_table(view: RunView) -> Table:
             row.append(str(each.repeated))
         table.add_row(*row)
     return table
+
+
+def _spare_line(spare: SpareView) -> Text:
+    doing = f"waits {spare.where}" if spare.where else "is being built"
+    return Text(f"spare  pid {spare.pid}  {doing}, {span(spare.age_s)}", style="dim")
 
 
 def _busy(one: RankView) -> Text:

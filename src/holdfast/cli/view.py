@@ -15,7 +15,7 @@ from holdfast.errors import ProtocolError
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, log_path
+from holdfast.runtime.rundir import SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
 
 RECOVERY_PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
@@ -40,6 +40,14 @@ class RankView(msgspec.Struct):
     busy_s: float = 0.0  # the last committed step without waiting for peers; 0: unknown
     slow: float = 0.0  # its steps take so many times as long as the others'; 0: not a straggler
     section: str = ""
+
+
+class SpareView(msgspec.Struct):
+    """A process that waits to become a rank. ``where``: empty while it is being built; ``age_s``: since it waits."""
+
+    pid: int
+    where: str
+    age_s: float
 
 
 class FaultView(msgspec.Struct):
@@ -93,6 +101,7 @@ class RunView(msgspec.Struct):
     ranks: list[RankView]
     faults: list[FaultView]
     command: list[str]
+    spares: list[SpareView] = []
 
 
 def alive(pid: int) -> bool:
@@ -213,6 +222,12 @@ class Story:
     def _on_no_majority(self, event: Event, data: dict[str, Any]) -> None:
         self.warnings.append(f"{data['reason']}: sealing what is committed here, then leaving")
 
+    def _on_spares_given_up(self, event: Event, data: dict[str, Any]) -> None:
+        self.warnings.append(
+            f"no spare can be built on {data['node']} ({data['why']}): lost workers are replaced without; "
+            "see spares/ in the run directory"
+        )
+
     def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
         # An agent that gave up on controllers ends the run alone; otherwise the run has ended before.
         if self.ended is None:
@@ -277,6 +292,7 @@ class Watch:
             ranks=ranks,
             faults=list(story.faults),
             command=list(settings.command),
+            spares=self._spares(),
         )
 
     def _state(self, ranks: list[RankView]) -> State:
@@ -308,6 +324,13 @@ class Watch:
                 found[rank].slow = ratio
         return [found[rank] for rank in sorted(found)]
 
+    def _spares(self) -> list[SpareView]:
+        try:
+            paths = sorted(self.directory.pages_link.glob(f"{SPARE_PAGE}*"))
+        except FileNotFoundError:
+            return []
+        return [view for path in paths if (view := _spare_view(path)) is not None]
+
     def _speed(self, step: int) -> float | None:
         now_s = time.monotonic()
         self._speeds.append((now_s, step))
@@ -328,6 +351,19 @@ class Watch:
             lost_s += max(0.0, end - max(fault.at, until))
             until = max(until, end)
         return round(max(0.0, 1.0 - lost_s / begun_s), 5)
+
+
+def _spare_view(path: Path) -> SpareView | None:
+    try:
+        page = Page.open(path)
+    except (OSError, ProtocolError):
+        return None
+    try:
+        where = page.section() if page.state()[1] is Phase.SPARE else ""
+        age_s = max(0.0, time.monotonic() - page[Word.ENTERED_NS] / 1e9) if page[Word.ENTERED_NS] else 0.0
+        return SpareView(page[Word.PID], where, round(age_s, 3)) if alive(page[Word.PID]) else None
+    finally:
+        page.close()
 
 
 def _page_view(path: Path) -> RankView | None:

@@ -27,6 +27,7 @@ from holdfast.core.messages import (
     Ack,
     AgentBeat,
     AgentHello,
+    Assignment,
     CancelTimer,
     Catalogued,
     Command,
@@ -66,6 +67,7 @@ from holdfast.core.messages import (
     WorkerHello,
 )
 from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Moved, Paced, Stalled, Vouched
+from holdfast.core.spares import SPARE_TIMER, CallSpare, Spares, is_spare
 from holdfast.exits import Exit
 
 REMEMBERED = (
@@ -116,6 +118,7 @@ class Agent:
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
         self._out: list[Command] = []
+        self.spares = Spares(config, self._out)
 
     def start(self, now: float) -> list[Command]:
         """The first commands, before any event."""
@@ -124,6 +127,9 @@ class Agent:
 
     def handle(self, now: float, event: Message) -> list[Command]:
         """Answer one event."""
+        if is_spare(getattr(event, "member_id", 0)):
+            self.spares.heard(event)
+            return self._take()
         match event:
             case ControllerHere():
                 self._hello()
@@ -139,6 +145,10 @@ class Agent:
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
                     if self.connected:
                         self._tell(AgentBeat(node_id=self.node_id))
+                elif event.name == SPARE_TIMER:
+                    self._build_spares()
+                elif event.name.startswith("called:"):
+                    self._check_called(MemberId(int(event.name[7:])))
             case StartMembers():
                 self._start_members(event)
             case KillMember():
@@ -161,6 +171,7 @@ class Agent:
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert not (self.ended and any(w.alive for w in self.workers.values())), "ended with a living worker"
+        assert not any(is_spare(w) for w in self.workers), "a spare among the workers"
         assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
 
     def snapshot(self) -> dict[str, object]:
@@ -280,10 +291,13 @@ class Agent:
             worker.state, worker.step = event.state, event.step
         elif isinstance(event, SessionOpened | StepReached):
             worker.state, worker.step = "ready", event.step
+        if isinstance(event, StepReached):
+            self._build_spares()
 
     def _start_members(self, order: StartMembers) -> None:
         if self.ending is not None or is_stale(order.generation, self.generation):
             return
+        self.spares.fit(order.world_size)
         if order.generation > self.generation:
             self.generation = order.generation
             if not order.join:  # else what the lost ranks said still counts until the job has resumed
@@ -294,8 +308,33 @@ class Agent:
             self.workers[seat.member_id] = Worker(
                 member_id=seat.member_id, generation=order.generation, rank=seat.rank
             )
-        if fresh:
-            self._out.append(Send(to="shell", message=msgspec.structs.replace(order, members=fresh)))
+        self._let_start(order, fresh)
+
+    def _let_start(self, order: StartMembers, fresh: tuple[Assignment, ...]) -> None:
+        """A spare takes the seat of a newcomer where there is one; the others start from scratch."""
+        rest = []
+        for seat in fresh:
+            spare = self.spares.take(seat) if order.join else None
+            if spare is None:
+                rest.append(seat)
+                continue
+            call = CallSpare(spare=spare, order=msgspec.structs.replace(order, members=(seat,)))
+            self._out.append(Send(to="shell", message=call))
+            self._out.append(SetTimer(name=f"called:{seat.member_id}", delay_s=self.config.called_s))
+        if rest:
+            self._out.append(Send(to="shell", message=msgspec.structs.replace(order, members=tuple(rest))))
+
+    def _check_called(self, member_id: MemberId) -> None:
+        worker = self.workers.get(member_id)
+        if worker is not None and worker.alive and WorkerHello.__name__ not in worker.words:
+            self._kill_now(worker, f"a spare that did not answer within {self.config.called_s:g} s", 0.0)
+
+    def _build_spares(self) -> None:
+        """All workers of this node train: time to build what will replace the next one that is lost."""
+        here = [w for w in self.workers.values() if w.alive and StepReached.__name__ in w.words]
+        if self.config.spares and self.ending is None and here:
+            newest = max(w.generation for w in here)
+            self.spares.top_up(newest, [w.rank for w in here])
 
     def _known(self, member_id: MemberId) -> Worker:
         """The worker; a process that a dead agent left is adopted."""
@@ -351,5 +390,6 @@ class Agent:
         self._out.append(Record(kind=kind, data={**data, "node": str(self.node_id)}))
 
     def _take(self) -> list[Command]:
-        out, self._out = self._out, []
+        out = list(self._out)
+        self._out.clear()
         return out

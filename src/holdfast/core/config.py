@@ -63,3 +63,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 300.0  # deadline of the graceful exit that a lost launcher causes
     pending_max: int = 10_000  # messages kept while there is no controller
     restarts_max: int = 16  # controllers started again
+    spares: int = 0  # processes built beforehand
+    world_size: int = 0  # that they are built for, until the job says another
+    spare_delay_s: float = 1.0  # until a spare that died is built again, doubled by each failure in a row
+    called_s: float = 1.0  # a spare that is called answers within this, or is killed
+    spare_failures_max: int = 3  # builds that failed in a row, until no more are tried

@@ -65,6 +65,7 @@ class Phase(IntEnum):
     LEFT = 12
     LOADING = 20  # drawing a batch
     SECTION = 21  # in a section that the script announced
+    SPARE = 22  # waits to be called
 
 
 class Flag(IntFlag):

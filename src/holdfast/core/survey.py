@@ -39,6 +39,8 @@ class Survey:
         found: list[Report] = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank)
+            if member.alive and member.joining:
+                continue  # nobody until it has joined
             if member.alive and answer is not None:
                 found.append(Report(member.rank, answer.state, answer.step, True))
             elif member.exited is not None and member.exited.detail != NO_PAGE:

@@ -23,8 +23,9 @@ from holdfast.drill.parts import (
     average_statistics,
     build,
     parse,
-    place,
+    rank,
     result_of,
+    workers,
     write_result,
 )
 from holdfast.drill.trace import Trace
@@ -69,14 +70,14 @@ def batches(parts: Parts, steps: int, seed: int) -> Iterator[tuple[int, list[Ten
 def main() -> None:
     """Train, then write what this rank holds."""
     settings = parse()
-    rank, world_size = place()
+    world_size = workers()
     if world_size > 1:
         dist.init_process_group("gloo")
-    parts = build(settings, rank, world_size)
+    parts = build(settings, world_size)
     trace = Trace(settings.trace, rank)
     loss = 0.0
     for step, batch in batches(parts, settings.steps, settings.seed):
-        reseed(settings.seed, parts.copy, step)
+        reseed(settings.seed, rank() if parts.copy is None else parts.copy, step)
         loss = accumulate(parts, batch)
         average_statistics(parts)
         parts.optimizer.step()
@@ -89,7 +90,7 @@ def main() -> None:
         ) in parts.model.buffers():  # DDP would do it before the next forward: buffers follow its rank 0
             dist.broadcast(buffer, dist.get_global_rank(parts.group, 0), group=parts.group)
     if settings.result is not None:
-        write_result(result_of(parts, settings, rank, world_size, loss), settings.result)
+        write_result(result_of(parts, settings, world_size, loss), settings.result)
     # No destructors: ~ProcessGroupGloo holds the GIL and waits for gloo's loop, which may hold its lock and want the
     # GIL to free the last collective's tensors (seen on torch 2.13: the process hangs for ever).
     sys.stdout.flush()

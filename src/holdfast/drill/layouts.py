@@ -35,7 +35,7 @@ class Divided(NamedTuple):
         model: the user's own module, with the names of the whole model.
         network: what forward calls, wrapped.
         copies: how many ranks, or groups of ranks, train on different data.
-        copy: which of them this rank belongs to.
+        copy: which of them this rank belongs to; None: the one of its own number.
         group: the copies of this rank's part, where its first rank's buffers count for all.
         pipeline: runs forward and backward, where the model is a pipeline.
     """
@@ -43,28 +43,28 @@ class Divided(NamedTuple):
     model: nn.Module
     network: nn.Module
     copies: int
-    copy: int
+    copy: int | None
     group: Any = None
     pipeline: Schedule1F1B | None = None
 
 
-def divide(gpt: Gpt, size: Size, layout: str, rank: int, world_size: int, micro_batches: int) -> Divided:
+def divide(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches: int) -> Divided:
     """This rank's part of ``gpt``; the process group exists already, unless there is one rank."""
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(gpt, mesh=mesh)
-        return Divided(gpt, gpt, world_size, rank)
+        return Divided(gpt, gpt, world_size, dist.get_rank())
     if layout == "tp":
         mesh = init_device_mesh("cpu", (world_size // SPLIT, SPLIT), mesh_dim_names=("copies", "split"))
         _halve(gpt, mesh["split"])
-        return Divided(gpt, _copied(gpt, mesh["copies"]), world_size // SPLIT, rank // SPLIT)
+        return Divided(gpt, _copied(gpt, mesh["copies"]), world_size // SPLIT, dist.get_rank() // SPLIT)
     if layout.startswith("pp"):
         return _pipeline(gpt, size, layout, world_size, micro_batches)
     if world_size == 1:
         return Divided(gpt, gpt, 1, 0)
-    return Divided(gpt, DistributedDataParallel(gpt), world_size, rank, dist.group.WORLD)
+    return Divided(gpt, DistributedDataParallel(gpt), world_size, None, dist.group.WORLD)
 
 
 def _halve(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -111,7 +111,7 @@ class Parts:
 
     model: nn.Module
     network: nn.Module
-    copy: int
+    copy: int | None
     group: Any
     pipeline: Schedule1F1B | None
     optimizer: Optimizer
@@ -120,18 +120,22 @@ class Parts:
     sampler: DistributedSampler[Pair]
 
 
-def build(settings: Settings, rank: int, world_size: int) -> Parts:
-    """Model, optimizer, scheduler and loader of one rank; the process group exists already."""
+def build(settings: Settings, world_size: int) -> Parts:
+    """Model, optimizer, scheduler and loader of one rank; the process group exists already.
+
+    With DDP nothing here asks for the rank (the sampler does so itself): a spare can be built to the end.
+    """
     size: Size = SIZES[settings.size]
     text = load(size.text_bytes)
     torch.manual_seed(settings.seed)
     gpt = Gpt(size)
-    parts = divide(gpt, size, settings.layout, rank, world_size, ACCUMULATION)
+    parts = divide(gpt, size, settings.layout, world_size, ACCUMULATION)
     optimizer = AdamW(parts.model.parameters(), lr=LEARNING_RATE)
     scheduler = CosineAnnealingLR(optimizer, T_max=settings.steps)
     data = Windows(text, size.context, size.epoch_steps * size.batch * parts.copies)
+    replicas = None if parts.copy is None else parts.copies
     sampler: DistributedSampler[Pair] = DistributedSampler(
-        data, parts.copies, parts.copy, seed=settings.seed, drop_last=True
+        data, replicas, parts.copy, seed=settings.seed, drop_last=True
     )
     loader = DataLoader(data, size.batch, sampler=sampler, num_workers=LOADER_WORKERS, drop_last=True)
     return Parts(
@@ -226,12 +230,12 @@ class RankResult:
     loss: float
 
 
-def result_of(parts: Parts, settings: Settings, rank: int, world_size: int, loss: float) -> RankResult:
+def result_of(parts: Parts, settings: Settings, world_size: int, loss: float) -> RankResult:
     """Digests of everything that training changes."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
     plan = json.dumps([parts.scheduler.last_epoch, [group["lr"] for group in groups]])
     return RankResult(
-        rank=rank,
+        rank=rank(),
         world_size=world_size,
         steps=settings.steps,
         parameters=digest_tensors(iter(parts.model.named_parameters())),
@@ -251,18 +255,23 @@ def write_result(result: RankResult, directory: Path) -> None:
     partial.replace(path)
 
 
-def place() -> tuple[int, int]:
-    """Rank and world size from the launcher's environment; alone without one."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def workers() -> int:
+    """World size from the launcher's environment; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def offer_faults(parts: Parts, rank: int, world_size: int) -> None:
+def rank() -> int:
+    """Of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def offer_faults(parts: Parts, world_size: int) -> None:
     """Let a drill's injector do to this rank what only it can do to itself."""
     client = Client.current()
     if client is None or world_size == 1:
         return
     page = client.page
-    page.on_trap(TrapAction.DEADLOCK, lambda: dist.recv(torch.zeros(1), src=(rank + 1) % world_size))
+    page.on_trap(TrapAction.DEADLOCK, lambda: dist.recv(torch.zeros(1), src=(rank() + 1) % world_size))
     page.on_trap(TrapAction.FLIP, lambda: flip_bit(parts.model.parameters()))
     moments = (t for name, t in optimizer_tensors(parts.optimizer) if name.endswith("exp_avg_sq"))
     page.on_trap(TrapAction.FLIP_STATE, lambda: flip_bit(moments))

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 
 class Trace:
-    """Appends one line per committed step; does nothing without a directory."""
+    """Appends one line per committed step; does nothing without a directory.
 
-    def __init__(self, directory: Path | None, rank: int) -> None:
+    Args:
+        rank: asked at the first line: a spare does not know it earlier.
+    """
+
+    def __init__(self, directory: Path | None, rank: Callable[[], int]) -> None:
         self.file: TextIO | None = None
+        self._directory = directory
+        self._rank = rank
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self.file = (directory / f"rank-{rank:05d}.trace").open("a", buffering=1)
 
     def committed(self, step: int) -> None:
         """``step`` updates are done now."""
+        if self.file is None and self._directory is not None:
+            self.file = (self._directory / f"rank-{self._rank():05d}.trace").open("a", buffering=1)
         if self.file is not None:
             self.file.write(f"{step} {time.monotonic_ns()}\n")
 

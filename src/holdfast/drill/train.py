@@ -14,8 +14,9 @@ from holdfast.drill.parts import (
     build,
     offer_faults,
     parse,
-    place,
+    rank,
     result_of,
+    workers,
     write_result,
 )
 from holdfast.drill.trace import Trace
@@ -24,12 +25,12 @@ from holdfast.drill.trace import Trace
 def main() -> None:
     """Train, then write what this rank holds."""
     settings = parse()
-    rank, world_size = place()
+    world_size = workers()
     if world_size > 1:
         dist.init_process_group("gloo")
-    parts = build(settings, rank, world_size)
+    parts = build(settings, world_size)
     trace = Trace(settings.trace, rank)
-    offer_faults(parts, rank, world_size)
+    offer_faults(parts, world_size)
     loss = 0.0
     with holdfast.session(
         model=parts.network,
@@ -48,11 +49,11 @@ def main() -> None:
                 parts.optimizer.zero_grad()
             if step.committed:
                 trace.committed(step.number + 1)
-                if rank == 0 and step.number % 10 == 9:
+                if rank() == 0 and step.number % 10 == 9:
                     print(f"step {step.number + 1}/{settings.steps} loss {loss:.4f}", flush=True)
     trace.close()
     if settings.result is not None:
-        write_result(result_of(parts, settings, rank, world_size, loss), settings.result)
+        write_result(result_of(parts, settings, world_size, loss), settings.result)
     if dist.is_initialized():
         dist.destroy_process_group()
 

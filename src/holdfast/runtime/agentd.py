@@ -22,9 +22,11 @@ import msgspec
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
 from holdfast.core.council import KvBack, KvForward
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.culprit import STOPPED
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
     Ack,
+    Assignment,
     Command,
     EndRun,
     ExitRun,
@@ -35,7 +37,6 @@ from holdfast.core.messages import (
     LauncherGone,
     MemberExited,
     MemberStarted,
-    RankState,
     RestartController,
     Resume,
     Send,
@@ -44,20 +45,22 @@ from holdfast.core.messages import (
     StopRun,
     WorkerHello,
 )
-from holdfast.core.page import Phase, Word
 from holdfast.core.sightings import Gather
+from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spare
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import Council
+from holdfast.runtime.death import read_death
 from holdfast.runtime.driver import Driver
+from holdfast.runtime.evidence import sample
 from holdfast.runtime.kv import KvServer
-from holdfast.runtime.page import Page
 from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
     Processes,
     belongs,
+    dismiss_spares,
     recorded_members,
     sweep,
     wait_gone,
@@ -66,9 +69,8 @@ from holdfast.runtime.procs import (
 )
 from holdfast.runtime.rundir import RunDir, probe_path, write_private
 from holdfast.runtime.settings import RunSettings, without_launch
-from holdfast.runtime.spawn import Order, free_port
+from holdfast.runtime.spawn import Order, free_port, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
-from holdfast.store.memory import kept_steps
 from holdfast.store.place import place_of
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -78,24 +80,6 @@ LAST_WORDS_S = 0.2
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
 NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
-
-STATE_OF_PHASE: dict[Phase, RankState] = {
-    Phase.STARTING: "starting",
-    Phase.READY: "ready",
-    Phase.FORWARD: "compute",
-    Phase.BACKWARD: "compute",
-    Phase.VOTE: "voting",
-    Phase.UPDATE: "updating",
-    Phase.COMMIT: "updating",
-    Phase.SAVE: "ready",
-    Phase.ABORTED: "aborted",
-    Phase.IN_DOUBT: "in_doubt",
-    Phase.TORN: "torn",
-    Phase.FINISHED: "finished",
-    Phase.LEFT: "finished",
-    Phase.LOADING: "ready",
-    Phase.SECTION: "ready",
-}
 
 
 class AgentDaemon:
@@ -226,6 +210,7 @@ class AgentDaemon:
 
     def _adopt(self) -> None:
         """Take over the workers of a dead agent; those that died meanwhile are reported from their pages."""
+        dismiss_spares(self._run)
         for member_id, pid in recorded_members(self._run):
             if pid and (self._settings.library or belongs(pid, self._run)):
                 self._procs.adopt(member_id, pid)
@@ -368,7 +353,9 @@ class AgentDaemon:
         event = self._dying.pop(member_id, None)
         if event is None:
             return
-        if not self._procs.living:
+        if is_spare(member_id):
+            self._run.page_path(member_id).unlink(missing_ok=True)
+        elif all(map(is_spare, self._procs.living)):
             self._kv.clear()  # nobody of this generation is left here; the next one begins after this is told
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
@@ -413,6 +400,12 @@ class AgentDaemon:
                 channel.send(message)  # type: ignore[arg-type]
 
     def _act(self, message: object) -> None:
+        if isinstance(message, BuildSpare):
+            self._procs.start(spare_order(message, self._settings))
+            return
+        if isinstance(message, CallSpare):
+            self._call(message)
+            return
         if isinstance(message, StartMembers):
             if message.resume or message.join or not writers(self._run):
                 self._start(message)
@@ -440,21 +433,69 @@ class AgentDaemon:
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation."""
         self._home_keys(order.kv_node)
+        for single in self._orders(order):
+            self._procs.start(single)
+
+    def _orders(self, order: StartMembers) -> list[Order]:
         port = order.master_port or self._settings.master_port or free_port()
-        for assignment in order.members:
-            self._procs.start(
-                Order(
-                    assignment,
-                    order.generation,
-                    order.world_size,
-                    order.attempt,
-                    order.restart_count,
-                    order.resume,
-                    order.join,
-                    order.master_host,
-                    port,
-                )
+        return [
+            Order(
+                assignment,
+                order.generation,
+                order.world_size,
+                order.attempt,
+                order.restart_count,
+                order.resume,
+                order.join,
+                order.master_host,
+                port,
             )
+            for assignment in order.members
+        ]
+
+    def _call(self, call: CallSpare) -> None:
+        """A spare becomes a member; one that is gone or stopped does not, and the member starts from scratch."""
+        channel, life = self._workers.pop(call.spare, None), self._procs.living.get(call.spare)
+        if channel is None or life is None or sample(life.pid).process in STOPPED:
+            self._procs.kill(call.spare)
+            self._start(call.order)
+            return
+        self._home_keys(call.order.kv_node)
+        (order,) = self._orders(call.order)
+        pid = self._procs.call(call.spare, order)
+        assert pid is not None
+        seat = order.assignment
+        self._member_of[channel] = seat.member_id
+        self._workers[seat.member_id] = channel
+        channel.send(
+            Called(
+                member_id=seat.member_id,
+                generation=order.generation,
+                rank=seat.rank,
+                local_rank=seat.local_rank,
+                world_size=order.world_size,
+                env=worker_env(self._run, self._settings, order),
+                log=worker_log(self._run, self._settings, order),
+            )
+        )
+        self._started(seat.member_id, pid)
+
+
+def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
+    """A process that knows no generation of its own yet."""
+    place = build.rank if build.rank != ANY_RANK else build.world_size - 1
+    return Order(
+        Assignment(build.member_id, place, build.local_rank),
+        build.generation,
+        build.world_size,
+        attempt=0,
+        restart_count=0,
+        resume="",
+        join=True,
+        master_host="",
+        master_port=settings.master_port or free_port(),
+        spare="any" if build.rank == ANY_RANK else "fixed",
+    )
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:
@@ -468,6 +509,8 @@ def agent_config(settings: RunSettings) -> AgentConfig:
         host=host,
         port=free_port(host) if host else 0,
         grace_s=settings.grace_s,
+        spares=0 if settings.library else settings.spares,
+        world_size=settings.nnodes * settings.nproc,
     )
 
 
@@ -497,41 +540,6 @@ def leave_probe(root: str, settings: RunSettings) -> None:
         write_private(probe_path(root, settings.job_id, settings.node), b"")
     except OSError:
         return
-
-
-def read_death(
-    path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
-) -> MemberExited:
-    """What a dead member left on its status page, as the event that reports its end."""
-    generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
-    kept: tuple[int, ...] = ()
-    try:
-        page = Page.open(path)
-    except (OSError, ProtocolError):
-        page = None
-    if page is not None:
-        generation = Generation.unpack(page[Word.GENERATION])
-        step, phase = page.state()
-        local = page.read_local()[1]
-        staged = page[Word.STAGED]
-        kept = kept_steps(path.parent, page[Word.RANK])
-        page.close()
-    if code is None and killed_by is None and phase is Phase.LEFT:
-        code = 0  # nobody could wait for it, but it said that it ended in order
-    return MemberExited(
-        member_id=member_id,
-        node_id=node_id,
-        generation=generation,
-        code=code,
-        signal=killed_by,
-        state=STATE_OF_PHASE[phase],
-        step=step,
-        detail=phase.name.lower(),
-        local=local,
-        died_ns=died_ns,
-        staged_step=staged,
-        kept=kept,
-    )
 
 
 def lock_agent(run: RunDir) -> int:

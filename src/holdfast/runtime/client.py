@@ -40,13 +40,15 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.page import Word
+from holdfast.core.page import Phase, Word
 from holdfast.core.sightings import CopiesDiffer
+from holdfast.core.spares import Called, SpareWaits
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.standin import StandIn
 from holdfast.wire import MESSAGES, WireMessage
 
 QUEUE_LENGTH_MAX = 10_000
@@ -98,6 +100,7 @@ class Client:
         run_dir: Path | None,
         resume: str = "",
         joining: bool = False,
+        spare: Literal["", "any", "fixed"] = "",
         orphan_s: float = 30.0,
     ) -> None:
         self.member_id = member_id
@@ -110,6 +113,8 @@ class Client:
         self.run_dir = run_dir
         self.resume = resume
         self.joining = joining
+        self.stand_in = StandIn(spare == "fixed", self._waits) if spare else None
+        self._on_call: Callable[[str], None] = lambda log: None
         self.orphan_s = orphan_s
         self.hello: Callable[[], tuple[RankState, int]] = _starting
         self.on_fence_default: Callable[[str], None] | None = None
@@ -133,6 +138,7 @@ class Client:
         )
         self.on(Fence, self._fence)
         self.on(Leave, self._leave)
+        self.on(Called, self._called)
 
     @staticmethod
     def current() -> Client | None:
@@ -213,7 +219,28 @@ class Client:
         self._requests.pop(number, None)
         return request.reply
 
+    def on_called(self, handler: Callable[[str], None]) -> None:
+        """A spare that is called moves its output: ``handler(log)`` in the client thread."""
+        self._on_call = handler
+
     # ------------------------------------------------------------ client thread
+
+    def _waits(self, ready: bool) -> None:
+        """A spare cannot, or need not, go on before it is called."""
+        self.page.announce("at its first step" if ready else "where its script asks for its rank")
+        self.page.place(0, Phase.SPARE)
+        self.send(SpareWaits(member_id=self.member_id, ready=ready))
+
+    def _called(self, called: Called) -> None:
+        """A spare is a member from now on."""
+        if self.stand_in is None:
+            return
+        self.member_id, self.generation = called.member_id, called.generation
+        self.rank, self.local_rank, self.world_size = called.rank, called.local_rank, called.world_size
+        os.environ.update(called.env)
+        self._on_call(called.log)
+        self.send(self._hello(*self.hello()))
+        self.stand_in.call(called.rank)
 
     def _wake(self) -> None:
         try:
@@ -260,6 +287,8 @@ class Client:
             if channel is not None:
                 told = False
                 self._serve(channel)
+                if self.stand_in is not None and not self.stand_in.called and not self._closing:
+                    leave_process(Exit.RESTART)  # a spare belongs to its agent
                 away_since = time.monotonic()
             elif not told and time.monotonic() - away_since > self.orphan_s:
                 told = True
@@ -285,15 +314,7 @@ class Client:
         self._channel = channel
         for request in list(self._requests.values()):
             request.sent = False
-        state, step = self.hello()
-        hello = WorkerHello(
-            member_id=self.member_id,
-            generation=self.generation,
-            rank=self.rank,
-            pid=os.getpid(),
-            state=state,
-            step=step,
-        )
+        hello = self._hello(*self.hello())
         poller = select.poll()
         poller.register(channel, select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
@@ -317,6 +338,16 @@ class Client:
             self.connected = False
             self._channel = None
             channel.close()
+
+    def _hello(self, state: RankState, step: int) -> WorkerHello:
+        return WorkerHello(
+            member_id=self.member_id,
+            generation=self.generation,
+            rank=self.rank,
+            pid=os.getpid(),
+            state=state,
+            step=step,
+        )
 
     def _drain_wakes(self) -> None:
         try:

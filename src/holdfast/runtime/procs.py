@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.core.ids import MemberId
-from holdfast.core.page import Word
+from holdfast.core.page import Phase, Word
+from holdfast.core.spares import ANY_RANK, is_spare
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.runtime.rundir import SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
     ZYGOTE_MESSAGES,
@@ -193,8 +194,8 @@ class Processes:
             self._spawned(message)
         elif isinstance(message, Exited):
             self._statuses[message.pid] = (message.code, message.signal)
-            life = self.living.get(message.member_id)
-            if life is not None and life.pid == message.pid:
+            life = next((one for one in self.living.values() if one.pid == message.pid), None)
+            if life is not None:
                 life.status = (message.code, message.signal)
                 if life.died_ns:
                     self._gone(life)
@@ -214,6 +215,8 @@ class Processes:
 
     def _spawned(self, message: Spawned) -> None:
         order = self._asked.pop(message.member_id, None)
+        if order is None and is_spare(message.member_id):
+            return  # of an agent that is gone: it leaves by itself
         if not message.error:
             self.adopt(message.member_id, message.pid)
         elif order is not None:
@@ -238,7 +241,7 @@ class Processes:
             return
         path = self._run.page_path(member_id)
         if not path.exists():
-            rank = order.assignment.rank
+            rank = ANY_RANK if order.spare else order.assignment.rank
             Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
         if self._hopeless:
             self._exec(order)
@@ -296,6 +299,26 @@ class Processes:
             loop.add_reader(pidfd, self._died, life)
         else:
             loop.call_soon(self._died, life)
+
+    def call(self, spare: MemberId, order: Order) -> int | None:
+        """Let a spare be the member of ``order``: its page and its process get the member's name.
+
+        Returns:
+            Its pid; None when it is gone.
+        """
+        life = self.living.pop(spare, None)
+        if life is None:
+            return None
+        seat = order.assignment
+        page = Page.open(self._run.page_path(spare))
+        page[Word.GENERATION] = order.generation.pack()
+        page[Word.MEMBER], page[Word.RANK] = seat.member_id, seat.rank
+        page.place(0, Phase.STARTING)
+        page.close()
+        self._run.page_path(spare).rename(self._run.page_path(seat.member_id))
+        life.member_id = seat.member_id
+        self.living[seat.member_id] = life
+        return life.pid
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
         """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. Unknown members are no error."""
@@ -378,6 +401,22 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def dismiss_spares(run: RunDir) -> None:
+    """Kill the spares of an agent that is gone, should one of them not have left by itself."""
+    for path in run.pages().glob(f"{SPARE_PAGE}*"):
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            path.unlink(missing_ok=True)
+            continue
+        pid = page[Word.PID]
+        page.close()
+        path.unlink(missing_ok=True)
+        if pid and belongs(pid, run):
+            os.kill(pid, signal.SIGKILL)
+            kill_group(pid)
 
 
 async def wait_gone(pid: int, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from holdfast.errors import AuthError, UsageError
 
 TOKEN_SIZE_BYTES = 32
 SHARED_MEMORY = Path("/dev/shm")
+SPARE_PAGE = "spare-"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -142,8 +143,8 @@ class RunDir:
         return self.pages_link
 
     def page_path(self, member_id: MemberId) -> Path:
-        """The status page of one member."""
-        return self.pages() / f"page-{member_id}"
+        """The status page of one member, or of a spare, which gets a member's name when it is called."""
+        return self.pages() / (f"page-{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 
     def remove_pages(self) -> None:
         """Remove all status pages and their directory; the agent and its launcher may both be at it."""

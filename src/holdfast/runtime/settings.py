@@ -70,6 +70,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 300.0
     quiesce_s: float = 5.0
     orphan_s: float = 30.0
+    spares: int = 0  # processes per node that are built before they are needed
     hang_factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
     hang_floor_s: float = 1.5
     hang_start_s: float = 1800.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -67,6 +69,7 @@ class Order(msgspec.Struct, frozen=True):
     join: bool
     master_host: str  # empty: from the settings
     master_port: int
+    spare: Literal["", "any", "fixed"] = ""  # to be called later, as any rank or as this one
 
 
 def log_root(run: RunDir, settings: RunSettings) -> str:
@@ -118,6 +121,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, st
         "HOLDFAST_RESUME": order.resume,
         "HOLDFAST_JOIN": "1" if order.join else "",
         "HOLDFAST_PARTS": str(settings.nproc * settings.nnodes // order.world_size),
+        "HOLDFAST_SPARE": order.spare,
         "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
         **_table_env(settings, order),
         **settings.env,
@@ -137,5 +141,7 @@ def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
 
 
 def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:
-    """The log file of one worker."""
+    """The log file of one worker, or of a spare until it is called."""
+    if order.spare:
+        return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))

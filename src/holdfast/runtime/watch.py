@@ -14,6 +14,7 @@ from holdfast.core.messages import Message
 from holdfast.core.page import Flag, Word
 from holdfast.core.progress import Limits, Progress, Reading
 from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
@@ -109,7 +110,7 @@ class Watcher:
         for member_id in [m for m in self._pages if m not in self._living]:
             self._pages.pop(member_id).close()
         for member_id in self._living:
-            if member_id not in self._pages:
+            if member_id not in self._pages and not is_spare(member_id):
                 try:
                     self._pages[member_id] = Page.open(self._run.page_path(member_id))
                 except (OSError, ProtocolError):

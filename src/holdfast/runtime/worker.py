@@ -16,6 +16,7 @@ import time
 import traceback
 import types
 from pathlib import Path
+from typing import Literal, cast
 
 import msgspec
 
@@ -31,6 +32,7 @@ from holdfast.runtime.frameworks import install_framework
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, environment_path, open_log, write_private
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.standin import exempt, use
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
@@ -53,6 +55,7 @@ def client_from_env(orphan_s: float) -> Client:
         run_dir=Path(env["HOLDFAST_RUN_DIR"]),
         resume=env["HOLDFAST_RESUME"],
         joining=bool(env["HOLDFAST_JOIN"]),
+        spare=cast(Literal["", "any", "fixed"], env["HOLDFAST_SPARE"]),
         orphan_s=orphan_s,
     )
 
@@ -60,15 +63,30 @@ def client_from_env(orphan_s: float) -> Client:
 def redirect(log: str) -> None:
     """Own session, stdin from nothing, stdout and stderr straight into ``log``."""
     os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    write_to(log)
+
+
+def write_to(log: str) -> None:
+    """Stdout and stderr go into ``log``."""
     path = Path(log)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    null = os.open(os.devnull, os.O_RDONLY)
     out = open_log(path)
-    os.dup2(null, 0)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.close(null)
     os.close(out)
+
+
+def take_over(client: Client, log: str) -> None:
+    """A spare was called: what it prints and its stacks go where those of its rank belong."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    write_to(log)
+    with exempt():  # the environment is the member's already
+        _record_start(client)
+    offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
 
 
 def run_script(settings: RunSettings) -> None:
@@ -112,10 +130,14 @@ def main() -> int:
     """Run one worker; returns its exit code."""
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
+    client.on_called(lambda log: take_over(client, log))
+    if client.stand_in is not None:
+        use(client.stand_in)
     client.start()
     offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
     try:
-        _record_start(client)
+        if client.stand_in is None:
+            _record_start(client)
         install_framework(settings.framework)
         run_script(settings)
     except SystemExit as error:

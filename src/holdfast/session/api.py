@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointInvalid, UsageError
@@ -61,7 +61,7 @@ def open_session(
         NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
         StoreWriteError: the checkpoint directory cannot be written.
     """
-    from holdfast.session.session import Session, Settings, framework_of
+    from holdfast.session.session import Session, Settings
 
     configure_logging()
     settings = Settings(
@@ -118,7 +118,6 @@ def load(
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
     from holdfast.adapters.torch.state import TorchState
-    from holdfast.session.session import framework_of
     from holdfast.store.reader import Target, load_catalogue, load_into
     from holdfast.store.root import resolve
     from holdfast.store.validity import inspect
@@ -153,3 +152,15 @@ def configure_logging() -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+
+
+def framework_of(model: Any) -> str:
+    """The framework that the model's class comes from. Raises: UsageError when it is none that is supported."""
+    items = list(model.values()) if isinstance(model, Mapping) else [model]
+    for item in items:
+        if any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
+            return "torch"
+    raise UsageError(
+        f"model is a {type(model).__module__}.{type(model).__qualname__}: no framework that Holdfast knows",
+        hint="holdfast.session(model=a torch.nn.Module, ...)",
+    )

@@ -58,7 +58,12 @@ class Tier:
         self._every = every if directory is not None else 0
         self._values = values
         self._locals = locals_
-        self._slots = None if directory is None else Slots(directory, adapter.rank)
+        self._slots: Slots | None = None
+        self.know_rank()
+
+    def know_rank(self) -> None:
+        """The adapter knows the rank whose states are kept: from the start, or since a spare was called."""
+        self._slots = None if self._directory is None else Slots(self._directory, self._adapter.rank)
 
     @property
     def on(self) -> bool:

@@ -92,6 +92,7 @@ class Rank:
         self._resume: Resume | None = None
         self._receive: Receive | None = None
         self.joining = client is not None and client.joining
+        self._known = client is None or client.stand_in is None or client.stand_in.called
         self._reached = False
         self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
         self._block_started_ns = 0
@@ -120,6 +121,15 @@ class Rank:
     def member_id(self) -> MemberId:
         """This process life."""
         return MemberId(0) if self.client is None else self.client.member_id
+
+    def take_place(self, generation: Generation) -> None:
+        """A spare was called: from here on it is a newcomer that has just started."""
+        with self.changed:
+            self.machine = StepMachine(generation, self._observe)
+            self._known = True
+
+    def _where(self) -> tuple[RankState, int]:
+        return (self.machine.state, self.machine.step) if self._known else ("starting", 0)
 
     def ask_exit(self, source: str) -> None:
         """Raise the exit flag: the next vote carries it."""
@@ -212,7 +222,7 @@ class Rank:
         client = self.client
         if client is None:
             return
-        client.hello = lambda: (self.machine.state, self.machine.step)
+        client.hello = self._where
         client.on(Fence, self.on_fence)
         client.on(Settle, self.on_settle)
         client.on(Resume, self.on_resume)

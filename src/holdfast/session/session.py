@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, TakesParts
+from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
 from holdfast.core.messages import ExitAgreed, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
@@ -33,6 +33,7 @@ from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.standin import StandIn
 from holdfast.session.handover import take
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
@@ -41,6 +42,7 @@ from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
+from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
 from holdfast.session.verify import Verifier
 from holdfast.store.opening import open_store
@@ -110,6 +112,9 @@ class Session:
         self._exit_sealed = False
         self._resumed: Resumed | None = None
         self._section = ""
+        self._spare: StandIn | None = None
+        self._rehearsing = False
+        self._attached = False
 
     # ------------------------------------------------------------------ open
 
@@ -158,6 +163,9 @@ class Session:
             self._tier, copies=settings.copies,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
+        if client is not None and client.stand_in is not None and not client.stand_in.called:
+            self._stand_by(client.stand_in)
+            return self
         self._prepare_root()
         if self._rank.joining and client is not None:
             self._take_over(client)
@@ -247,6 +255,36 @@ class Session:
         self._open_saver.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
+    def _attach(self) -> None:
+        """Hook the framework, once; in a spare before it belongs to the job."""
+        if not self._attached:
+            self._attached = True
+            self._adapter.attach(self._blocks.hooks(), self._rank.fault_seen, self._rank.count_collective)
+
+    # ------------------------------------------------------------------ spare
+
+    def _stand_by(self, stand_in: StandIn) -> None:
+        """A spare: built, and in no generation yet. The first steps are rehearsed, everything else waits."""
+        self._spare = stand_in
+        self._attach()
+        with self._rank.changed:
+            self._rank.machine.open(0)
+
+    def _go_on_stage(self) -> None:
+        """Wait until the spare is called; then it is a newcomer. Nothing to do in any other process."""
+        spare, self._spare = self._spare, None
+        client = self._client
+        if spare is None or client is None:
+            return
+        spare.wait()
+        if isinstance(self._adapter, StandsIn):
+            self._adapter.become(client.rank)
+        self._rank.take_place(client.generation)
+        self._tier.know_rank()
+        self._prepare_root()
+        self._take_over(client)
+        self._open()
+
     def _stand_at(self, found: Resumed) -> None:
         self._resumed = found
         self._step = found.step
@@ -254,7 +292,7 @@ class Session:
 
     def _open(self) -> None:
         rank, saver = self._rank, self._open_saver
-        self._adapter.attach(self._blocks.hooks(), rank.fault_seen, rank.count_collective)
+        self._attach()
         self._watch = ExitWatch(
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
         )
@@ -301,12 +339,19 @@ class Session:
     @property
     def step(self) -> int:
         """Updates done."""
+        self._asked()
         return self._rank.step
 
     @property
     def exiting(self) -> bool:
         """All ranks have agreed to leave: no step follows."""
+        self._asked()
         return self._exit_agreed
+
+    def _asked(self) -> None:
+        """A question whose answer only the job knows: a spare waits until it belongs to it."""
+        if not self._rehearsing:
+            self._go_on_stage()
 
     def redo(self) -> None:
         """Abort the open step and begin it again, inside an update that is computed by a framework's graph.
@@ -322,6 +367,7 @@ class Session:
         Raises:
             UsageError: the session has no checkpoint directory.
         """
+        self._asked()
         if self.root is None:
             raise UsageError(
                 "save() without a checkpoint directory", hint="holdfast.session(checkpoint='ckpts/')"
@@ -339,6 +385,7 @@ class Session:
         Raises:
             StepError: inside the block of a step, or inside another section.
         """
+        self._asked()
         if self._blocks.current is not None or self._section:
             raise StepError(
                 f"section {name!r} inside {'another section' if self._section else 'a step'}",
@@ -377,12 +424,20 @@ class Session:
                 "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
                 hint="s.steps(loader, ...), or start without --shrink-to",
             )
-        return self._loops.run(
+        loop = self._loops.run(
             loader,
             epochs if until is not None or epochs is not None else 1,
             lambda: self._exit_agreed or (until is not None and self.step >= until),
             lambda number: Step(self._blocks, number),
         )
+        return loop if self._spare is None else self._after_rehearsal(loader, loop)
+
+    def _after_rehearsal(self, loader: Any, loop: Iterator[Step]) -> Iterator[Step]:
+        self._rehearsing = True
+        yield from rehearsals(self._adapter, self._blocks, loader)
+        self._rehearsing = False
+        self._go_on_stage()
+        yield from loop
 
     def rewound(self, step: Step) -> None:
         """The job went back while ``step`` was about to begin: it becomes the step where the job is now."""
@@ -459,7 +514,11 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._spare is not None and error is not None:
+            self._adapter.detach()
+            return  # it never belonged to the job
         try:
+            self._asked()
             if error is None:
                 self._finish()
                 self._tier.close()
@@ -501,15 +560,3 @@ class Session:
         if not self._exit_agreed and rank.step not in (0, saver.saved_step):
             sealed = saver.save("final", wait=True)
         rank.finish("exit" if self._exit_agreed else "done", sealed)
-
-
-def framework_of(model: Any) -> str:
-    """The framework that the model's class comes from. Raises: UsageError when it is none that is supported."""
-    items = list(model.values()) if isinstance(model, Mapping) else [model]
-    for item in items:
-        if any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
-            return "torch"
-    raise UsageError(
-        f"model is a {type(model).__module__}.{type(model).__qualname__}: no framework that Holdfast knows",
-        hint="holdfast.session(model=a torch.nn.Module, ...)",
-    )

@@ -63,7 +63,7 @@ class Step:
             only the last one can be committed.
     """
 
-    def __init__(self, blocks: Blocks, number: int) -> None:
+    def __init__(self, blocks: Blocks, number: int, rehearsal: bool = False) -> None:
         self.number = number
         self.committed = False
         self.batch: Any = None
@@ -77,7 +77,7 @@ class Step:
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
         self.updated: set[str] = set()  # optimizers that have stepped
-        self.rehearsal = False
+        self.rehearsal = rehearsal
         self._blocks = blocks
 
     def __enter__(self) -> Any:
@@ -155,7 +155,7 @@ class Blocks:
         if self._current is not None:
             raise StepError(f"step {step.number} begins inside step {self._current.number}")
         joining = self._rank.joining
-        alone = joining and self._rehearse(step)
+        alone = step.rehearsal or (joining and self._rehearse(step))
         if joining and not alone:
             self._rank.join()
         while True:

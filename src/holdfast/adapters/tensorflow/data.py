@@ -31,6 +31,7 @@ class DatasetFeed:
             )
         self.epoch = 0
         self.last_in_epoch = False
+        self.repeatable = False
         self._source = source
         self._distribute = distribute
         self._batch = 0

@@ -30,6 +30,7 @@ from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError, UnsupportedError, UsageError
+from holdfast.runtime.standin import exempt
 from holdfast.store.layout import Box, Catalogue
 
 log = logging.getLogger("holdfast")
@@ -57,7 +58,8 @@ class TorchAdapter:
     def __init__(
         self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
     ) -> None:
-        self.rank, self.world_size = _place()
+        with exempt():
+            self.rank, self.world_size = _place()
         self._model = model
         self._seed = seed
         self._scaler = scaler
@@ -69,7 +71,8 @@ class TorchAdapter:
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
-        self._copy = copy_of(model, self.rank, self.world_size)
+        with exempt():
+            self._copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
         self._ours = {id(p) for p in self.state.names.parameters.values()}
@@ -81,6 +84,11 @@ class TorchAdapter:
         self._prints: Fingerprints | None = None
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
+
+    def become(self, rank: int) -> None:
+        """A spare was called."""
+        self.rank = rank
+        self._copy = copy_of(self._model, rank, self.world_size)
 
     # ------------------------------------------------------------------ hooks
 

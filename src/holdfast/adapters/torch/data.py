@@ -79,6 +79,7 @@ class Feed:
         self.position = Position()
         self.epoch = 0
         self.last_in_epoch = False
+        self.repeatable = isinstance(source, MapSource)
 
     def place(self) -> dict[str, int]:
         """The position after the last batch drawn, as plain values."""

@@ -72,6 +72,9 @@ class Handle(Protocol):
     def rebuild(self, generation: Generation) -> None:
         """Replace the inner group by a fresh one of ``generation``. Raises: GroupError."""
 
+    def become(self, rank: int) -> None:
+        """A spare was called as this rank."""
+
     def replaceable(self) -> str:
         """Empty, or the reason why this group cannot be rebuilt."""
 
@@ -274,6 +277,11 @@ class Fabric:
         """A group was made."""
         with self._lock:
             self._groups.append(group)
+
+    def groups(self) -> list[Handle]:
+        """All that exist."""
+        with self._lock:
+            return list(self._groups)
 
     def drop(self, group: Handle) -> None:
         """A group was destroyed by the user."""

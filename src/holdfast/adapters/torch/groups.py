@@ -25,8 +25,10 @@ from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.inner import GLOO, NCCL, GroupSpec
 from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous
+from holdfast.adapters.torch.standin import install as install_stand_in
 from holdfast.core.ids import NO_GENERATION
 from holdfast.errors import UnsupportedError
+from holdfast.runtime import standin
 
 __all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed"]
 
@@ -74,6 +76,9 @@ def install() -> None:
     client = control_client()
     if client is not None and client.joining:
         fabric().loopback()
+    stand_in = standin.current()
+    if stand_in is not None and not stand_in.fixed:
+        install_stand_in(stand_in)
     if installed():
         return
     helper = getattr(c10d, _HELPER, None)

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -28,7 +29,9 @@ from holdfast.adapters.torch.inner import GLOO, BuiltGroup, GroupSpec, build
 from holdfast.adapters.torch.works import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError
+from holdfast.runtime import standin
 from holdfast.runtime.board import Board
+from holdfast.runtime.standin import StandIn
 
 Fill = Callable[[], None]
 VOTE = "vote"
@@ -55,11 +58,23 @@ class ReconfigurableGroup(dist.ProcessGroup):
         }
         self._default_way = next(iter(self._ways.values()))
         self.inner: BuiltGroup | None = None
+        stand_in = standin.current()
+        if stand_in is not None and not stand_in.called:
+            self.rank = lambda: self._asked(stand_in)  # type: ignore[method-assign]
         fabric.add(self)
         if not fabric.looped:
             self.inner = self._build(spec, fabric.generation, spec.timeout)
 
     # ------------------------------------------------------------------ generations
+
+    def _asked(self, stand_in: StandIn) -> int:
+        """The rank of a spare in this group."""
+        stand_in.ask()
+        return self.spec.rank
+
+    def become(self, rank: int) -> None:
+        """A spare was called. Only groups of all ranks exist before that: others ask who is in them."""
+        self.spec = dataclasses.replace(self.spec, rank=rank)
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:

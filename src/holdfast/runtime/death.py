@@ -1,0 +1,66 @@
+"""What a dead worker left on its status page, as the event that reports its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import MemberExited, RankState
+from holdfast.core.page import Phase, Word
+from holdfast.errors import ProtocolError
+from holdfast.runtime.page import Page
+from holdfast.store.memory import kept_steps
+
+STATE_OF_PHASE: dict[Phase, RankState] = {
+    Phase.STARTING: "starting",
+    Phase.READY: "ready",
+    Phase.FORWARD: "compute",
+    Phase.BACKWARD: "compute",
+    Phase.VOTE: "voting",
+    Phase.UPDATE: "updating",
+    Phase.COMMIT: "updating",
+    Phase.SAVE: "ready",
+    Phase.ABORTED: "aborted",
+    Phase.IN_DOUBT: "in_doubt",
+    Phase.TORN: "torn",
+    Phase.FINISHED: "finished",
+    Phase.LEFT: "finished",
+    Phase.LOADING: "ready",
+    Phase.SECTION: "ready",
+    Phase.SPARE: "starting",
+}
+
+
+def read_death(
+    path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
+) -> MemberExited:
+    """What a dead member left on its status page, as the event that reports its end."""
+    generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
+    kept: tuple[int, ...] = ()
+    try:
+        page = Page.open(path)
+    except (OSError, ProtocolError):
+        page = None
+    if page is not None:
+        generation = Generation.unpack(page[Word.GENERATION])
+        step, phase = page.state()
+        local = page.read_local()[1]
+        staged = page[Word.STAGED]
+        kept = kept_steps(path.parent, page[Word.RANK])
+        page.close()
+    if code is None and killed_by is None and phase is Phase.LEFT:
+        code = 0  # nobody could wait for it, but it said that it ended in order
+    return MemberExited(
+        member_id=member_id,
+        node_id=node_id,
+        generation=generation,
+        code=code,
+        signal=killed_by,
+        state=STATE_OF_PHASE[phase],
+        step=step,
+        detail=phase.name.lower(),
+        local=local,
+        died_ns=died_ns,
+        staged_step=staged,
+        kept=kept,
+    )

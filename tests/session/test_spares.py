@@ -1,0 +1,185 @@
+"""Real spares: a killed worker's place is taken by one, bit for bit; they may be killed, and run out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.runs import until
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("spare_job.py"))
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+RANKS = {"ddp": 3, "hsdp": 4}
+STEPS = 12
+EVERYTHING = pytest.mark.skipif("HOLDFAST_SPARES" not in os.environ, reason="make spares")
+
+
+class Job:
+    """A run of ``spare_job.py``."""
+
+    def __init__(self, where: Path, layout: str) -> None:
+        self.where = where
+        self.ranks = RANKS[layout]
+        self.result = where / "result"
+        self.output = where / "output"
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Data of all lines of a kind in the event log."""
+        logs = list(self.where.glob("runs/*/events.jsonl"))
+        lines = logs[0].read_text().splitlines(keepends=True) if logs else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line["data"] for line in found if line.get("kind") == kind]
+
+    def wait(self, kind: str, count: int) -> dict[str, Any]:
+        """The ``count``-th of a kind, when it is there."""
+        found: dict[str, Any] = until(kind, lambda: next(iter(self.events(kind)[count - 1 :]), None))
+        return found
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL to the newest process of each of these ranks."""
+        pids = {e["rank"]: e["pid"] for e in self.events("member_started")}
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+
+    def open(self, gate: int) -> None:
+        """Let the job go on beyond a step."""
+        (self.result / f"go-{gate}").touch()
+
+    def digests(self) -> list[str]:
+        """By rank, of the finished job."""
+        return [self.said(rank)["digest"] for rank in range(self.ranks)]
+
+    def said(self, rank: int) -> dict[str, Any]:
+        """What one rank wrote at the end."""
+        found: dict[str, Any] = json.loads((self.result / f"rank-{rank}.json").read_text())
+        return found
+
+
+@contextmanager
+def running(where: Path, *arguments: str, spares: int = 0, layout: str = "ddp") -> Iterator[Job]:
+    """A job that is waited for at the end, and must end well."""
+    job = Job(where, layout)
+    job.result.mkdir(parents=True)
+    command = [str(BIN / "holdfast"), "run", "--nproc-per-node", str(job.ranks), "--hang-factor", "0"]
+    command += ["--spares", str(spares)] if spares else []
+    command += [JOB, "--steps", str(STEPS), "--result", str(job.result), "--layout", layout, *arguments]
+    path = f"{ROOT / 'src'}:{ROOT}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with job.output.open("wb") as output:
+        launcher = subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=output)
+        try:
+            yield job
+            assert launcher.wait(100) == 0, job.output.read_text()
+        finally:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGTERM)
+                launcher.send_signal(signal.SIGTERM)
+                launcher.wait(60)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Digests by layout, made at need."""
+    known: dict[str, list[str]] = {}
+
+    class Lazy(dict[str, list[str]]):
+        def __missing__(self, layout: str) -> list[str]:
+            with running(tmp_path_factory.mktemp(layout), layout=layout) as job:
+                pass
+            self[layout] = job.digests()
+            return self[layout]
+
+    return Lazy(known)
+
+
+def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str, list[str]]) -> None:
+    """A spare is killed and built again; a worker is killed and it takes its place; two die at once, with one spare."""
+    with running(tmp_path, "--gates", "3,6,9", spares=1) as job:
+        assert job.wait("spare_waits", 1)["state"] == "ready"
+        os.kill(job.events("spare_started")[0]["pid"], signal.SIGKILL)
+        assert job.wait("spare_gone", 1)["state"] == "ready"
+        second = job.wait("spare_waits", 2)["member_id"]
+        job.kill(0)
+        called = job.wait("spare_called", 1)
+        assert (called["member_id"], called["state"], called["rank"]) == (second, "ready", 0)
+        job.open(3)
+        third = job.wait("spare_waits", 3)["member_id"]
+        job.kill(0, 1)
+        job.open(6)
+        job.open(9)
+    assert job.digests() == undisturbed["ddp"]
+    assert [(e["member_id"], e["becomes"]) for e in job.events("spare_called")][:1] == [(second, 4)]
+    assert third not in {e["member_id"] for e in job.events("member_started")}
+    assert {e["steps_lost"] for e in job.events("recovered")} == {0}
+    assert [job.said(rank)["environment"] for rank in range(job.ranks)] == [0, 1, 2]
+
+
+@EVERYTHING
+def test_a_script_that_asks_for_its_rank_holds_its_spare(
+    tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    with running(tmp_path, "--gates", "3", "--ask", spares=1) as job:
+        assert job.wait("spare_waits", 1)["state"] == "held"
+        job.kill(1)
+        assert job.wait("spare_called", 1)["state"] == "held"
+        job.open(3)
+    assert job.digests() == undisturbed["ddp"]
+    assert [job.said(rank)["asked"] for rank in range(job.ranks)] == [0, 1, 2]
+    assert [e["action"] for e in job.events("verdict")] == ["replace"]
+
+
+@EVERYTHING
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+def test_as_many_spares_as_workers_are_ready_whatever_is_asked(
+    tmp_path: Path, undisturbed: dict[str, list[str]], layout: str
+) -> None:
+    with running(tmp_path, "--gates", "3", "--ask", spares=RANKS[layout], layout=layout) as job:
+        job.wait("spare_waits", job.ranks)
+        job.kill(1)
+        called = job.wait("spare_called", 1)
+        assert (called["state"], called["rank"]) == ("ready", 1)
+        job.open(3)
+    assert job.digests() == undisturbed[layout]
+    assert [job.said(rank)["asked"] for rank in range(job.ranks)] == list(range(job.ranks))
+
+
+@EVERYTHING
+def test_a_stopped_spare_is_not_used(tmp_path: Path, undisturbed: dict[str, list[str]]) -> None:
+    with running(tmp_path, "--gates", "3", spares=1) as job:
+        job.wait("spare_waits", 1)
+        os.kill(job.events("spare_started")[0]["pid"], signal.SIGSTOP)
+        job.kill(1)
+        job.open(3)
+        job.wait("joined", 1)
+    assert job.digests() == undisturbed["ddp"]
+    assert len(job.events("verdict")) == 1
+
+
+@EVERYTHING
+def test_spares_end_with_their_agent_and_are_built_again(
+    tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    with running(tmp_path, "--gates", "3,6", spares=1) as job:
+        job.wait("spare_waits", 1)
+        first = job.events("spare_started")[0]["pid"]
+        os.kill(job.events("agent_started")[0]["pid"], signal.SIGKILL)
+        until("the spare is gone", lambda: not Path(f"/proc/{first}").exists())
+        job.wait("agent_started", 2)
+        job.open(3)
+        job.wait("spare_waits", 2)
+        job.kill(0)
+        job.wait("spare_called", 1)
+        job.open(6)
+    assert job.digests() == undisturbed["ddp"]
