@@ -98,9 +98,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         restart_window_s=_at_least(values, "restart_window", 1.0),
         on_fault=_on_fault(values),
         spares=_spares(values),
-        hang_factor=_at_least(values, "hang_factor", 0.0),
-        hang_floor_s=_at_least(values, "hang_floor", 0.1),
-        hang_start_s=_at_least(values, "hang_start", 1.0),
+        **_hangs(values),
         verify_every=int(_at_least(values, "verify_every", 0)),
         replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
         memory_every=int(_at_least(values, "memory_every", 0)),
@@ -394,6 +392,14 @@ def _at_least(values: Mapping[str, Any], key: str, least: Any) -> Any:
     if not value >= least:
         raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
     return value
+
+
+def _hangs(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "hang_factor": _at_least(values, "hang_factor", 0.0),
+        "hang_floor_s": _at_least(values, "hang_floor", 0.1),
+        "hang_start_s": _at_least(values, "hang_start", 1.0),
+    }
 
 
 def _spares(values: Mapping[str, Any]) -> int:
