@@ -30,18 +30,22 @@ def batches(epoch: int) -> tf.data.Dataset:
 
 
 class Lose(tf.keras.callbacks.Callback):
-    """Kills this worker at a step, in its first life; says where the training is."""
+    """Kills this worker at a step, unless its life began there; says where the training is."""
 
     def __init__(self, spec: str) -> None:
         super().__init__()
         lost, _, step = spec.partition("@")
         self.step = int(step) if spec and lost == os.environ.get("RANK") else -1
 
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Note where this life begins."""
+        self.began = int(self.model.optimizer.iterations.numpy())
+
     def on_train_batch_end(self, batch: int, logs: dict[str, float]) -> None:
         """One line, or the fault."""
         step = int(self.model.optimizer.iterations.numpy())
         print(f"step {step} loss {logs['loss']:.4f}", flush=True)
-        if step == self.step and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if step == self.step > self.began + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

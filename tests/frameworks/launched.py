@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +29,18 @@ def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> 
             return value
         time.sleep(0.02)
     raise AssertionError(f"{what}: not within {bound_s:g} s")
+
+
+def quiet_port() -> int:
+    """A port that nobody listens on, and that no connection gets by chance until a slow start listens there."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Launched:

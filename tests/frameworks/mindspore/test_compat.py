@@ -14,8 +14,7 @@ import pytest
 
 from holdfast import journal
 from holdfast.compat.packages import remove, site, write
-from holdfast.runtime.spawn import free_port
-from tests.frameworks.launched import until
+from tests.frameworks.launched import quiet_port, until
 
 WORLD = 4
 BOUND_S = 240
@@ -36,11 +35,11 @@ def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
     """Run the job to its end; what msrun printed. No process of it is left."""
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "JOB_FOLDER": str(folder), "MS_ENABLE_TFT": flags,
-           "MINDIO_FOR_MINDSPORE": "1", "JOB_PORT": str(free_port()), **({"JOB_DIE": die} if die else {})}  # fmt: skip
+           "MINDIO_FOR_MINDSPORE": "1", "JOB_PORT": str(quiet_port()), **({"JOB_DIE": die} if die else {})}  # fmt: skip
     number = len(list(folder.glob("log-*")))
     out = folder / f"out-{number}"
     command = [
-        str(BIN / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", f"--master_port={free_port()}",
+        str(BIN / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", f"--master_port={quiet_port()}",
         f"--log_dir={folder / f'log-{number}'}", "--cluster_time_out=120", *options, str(JOB),
     ]  # fmt: skip
     with open(out, "wb") as stream:

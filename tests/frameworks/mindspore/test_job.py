@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.launched import BOUND_S, Launched
+from tests.frameworks.launched import BOUND_S, Launched, quiet_port
 
 JOB = str(Path(__file__).with_name("job.py"))
 EXIT_LINE = "Graceful exit is triggered, stop training"
@@ -142,7 +142,7 @@ def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
     }
     command = [
         str(bin_dir / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}", "--join=True",
-        f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=60", f"--master_port={free_port()}", JOB, "native",
+        f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=60", f"--master_port={quiet_port()}", JOB, "native",
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, env=env, check=False, timeout=BOUND_S, capture_output=True)
     newest = Root(tmp_path / "ckpts").newest_valid().require()
@@ -151,13 +151,6 @@ def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
         assert run.wait() == 0, run.output
         assert len(digests(run)) == 1
         assert "step 9\n" not in run.logs() and "step 10\n" in run.logs()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    from holdfast.runtime.spawn import free_port as found
-
-    return found()
 
 
 def test_a_cut_connection_is_answered_inside_the_graph(tmp_path: Path, undisturbed: set[str]) -> None:
