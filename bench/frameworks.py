@@ -1,11 +1,14 @@
 """Other frameworks: from the death of a worker to a sealed checkpoint, and to training again.
 
     .venv-mindspore/bin/python bench/frameworks.py mindspore [--rounds 5] [--on-fault restart]
+    .venv-mindspore/bin/python bench/frameworks.py mindspore --beside-msrun [--rounds 4]
     .venv-tensorflow/bin/python bench/frameworks.py tensorflow [--rounds 5]
     .venv-faces/bin/python bench/frameworks.py faces [--rounds 5]
 
 Runs the examples under ``holdfast run``, kills a worker from here at a random moment, and reads the event log. Prints
-markdown: seconds after the kill, min / median / max.
+markdown: seconds after the kill, min / median / max. ``--beside-msrun``: in turns, the lost worker replaced, all
+workers restarted, and a stock script under msrun whose agent hook starts all workers again (`compat/taskd_agent.py`, as
+MindX does) from its newest ``ModelCheckpoint``, one in 20 steps.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast import journal
+from holdfast.compat.packages import remove, site, write
 from holdfast.journal import Event
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -105,6 +110,102 @@ def once(
     return {"last-gasp sealed": sealed[0].t_wall - killed_s, **found} if sealed else found
 
 
+def stock(base: Path, number: int, draw: random.Random) -> dict[str, float]:
+    """One kill under msrun; seconds until every rank has done a step again, and how many steps are done twice."""
+    folder = base / f"msrun-{number:03d}"
+    folder.mkdir()
+    bin_dir = Path(sys.executable).parent
+    script = str(Path(__file__).with_name("plain_mindspore.py"))
+    env = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "MS_ENABLE_TFT": "{RSC:1}"}
+    command = [
+        str(bin_dir / "msrun"), "--worker_num=4", "--local_worker_num=4", "--join=True", f"--log_dir={folder}/log",
+        f"--master_port={draw.randrange(20000, 32000)}", "--cluster_time_out=120", script, "--folder", str(folder),
+    ]  # fmt: skip
+    with (folder / "out.log").open("wb") as out:
+        launched = subprocess.Popen(
+            command, cwd=folder, stdout=out, stderr=out, env=env, start_new_session=True
+        )
+    try:
+        until(lambda: all(len(steps(folder, rank)) > 25 for rank in range(4)), launched)
+        time.sleep(draw.random())
+        pids = workers(folder)
+        done = min(steps(folder, rank)[-1][0] for rank in range(4))
+        killed_s = time.time()
+        os.kill(draw.choice(pids), signal.SIGKILL)
+        until(lambda: all(found and found[0][1] > killed_s for found in all_steps(folder)), launched)
+        first = all_steps(folder)
+        lost = done - (first[0][0][0] - 1)
+        return {"stock msrun, all restarted from the newest of 1 in 20 steps: a step of all workers":
+                max(found[0][1] for found in first) - killed_s, "the same: steps done twice": float(lost)}  # fmt: skip
+    finally:
+        os.killpg(launched.pid, signal.SIGKILL)
+        for pid in workers(folder):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(ready: Callable[[], bool], launched: subprocess.Popen[bytes]) -> None:
+    """Poll. Raises: SystemExit: the job ended, or took too long."""
+    deadline_s = time.monotonic() + BOUND_S
+    while not ready():
+        if launched.poll() is not None or time.monotonic() > deadline_s:
+            raise SystemExit("the stock job ended or hangs; see its logs")
+        time.sleep(0.02)
+
+
+def all_steps(folder: Path) -> list[list[tuple[int, float]]]:
+    """:func:`steps` of each rank."""
+    return [steps(folder, rank) for rank in range(4)]
+
+
+def steps(folder: Path, rank: int) -> list[tuple[int, float]]:
+    """What a rank of the stock script printed in its newest life: step, Unix time."""
+    path = folder / "log" / f"worker_{rank}.log"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return [(int(step), float(at)) for step, at in re.findall(r"^step (\d+) ([\d.]+)\n", text, re.M)]
+
+
+def workers(folder: Path) -> list[int]:
+    """Processes of the stock script, its scheduler left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = str(folder).encode() in (entry / "cmdline").read_bytes()
+            if mine and b"MS_ROLE=MS_WORKER" in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # gone meanwhile
+    return found
+
+
+def beside_msrun(base: Path, rounds: int, draw: random.Random) -> None:
+    """In turns, on the small network."""
+    write(site())
+    job = JOBS["mindspore"][1][0]
+    found: dict[str, list[float]] = {}
+    try:
+        for number in range(rounds):
+            for on_fault, name in (
+                ("auto", "the lost worker replaced"),
+                ("restart", "all workers restarted"),
+            ):
+                for what, value in once(
+                    "mindspore", base, 2 * number + (on_fault == "auto"), job, on_fault, draw
+                ).items():
+                    found.setdefault(f"{name}: {what}", []).append(value)
+            for what, value in stock(base, number, draw).items():
+                found.setdefault(what, []).append(value)
+    finally:
+        remove(site())
+        tell(found)
+
+
+def tell(found: dict[str, list[float]]) -> None:
+    """The table."""
+    print("\n| seconds after kill -9 of a worker | n | min | median | max |\n|---|---|---|---|---|")
+    for what, values in found.items():
+        print(row(what, values))
+
+
 def wait_all(run: Path, launched: subprocess.Popen[bytes], nproc: int) -> list[Event]:
     """The start of every worker."""
     wait(run, launched, "member_started", nproc)
@@ -117,8 +218,13 @@ def main() -> None:
     parser.add_argument("framework", choices=sorted(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--on-fault", default="auto", help="as of holdfast run")
+    parser.add_argument("--beside-msrun", action="store_true", help="MindSpore: in turns with stock msrun")
     options = parser.parse_args()
     draw = random.Random(1)
+    if options.beside_msrun:
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as base:
+            beside_msrun(Path(base), options.rounds, draw)
+        return
     number = 0
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as base:
         for job in JOBS[options.framework][1]:

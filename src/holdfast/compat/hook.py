@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 TFT_VARIABLE = "MS_ENABLE_TFT"
+VARIABLES = (TFT_VARIABLE, "MS_ENABLE_GRACEFUL_EXIT")
+"""What switches MindSpore's fault tolerance and its graceful exit on."""
 PACKAGE = "mindspore"
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from types import ModuleType
 
-from holdfast.compat.hook import TFT_VARIABLE, watch
+from holdfast.compat.hook import VARIABLES, watch
 from holdfast.compat.packages import ALIASES, PACKAGES, is_ours
 
 log = logging.getLogger("holdfast")
@@ -30,7 +30,7 @@ def install() -> None:
         for name, target in ALIASES.items():
             if name.split(".")[0] == package:
                 _alias(name, target)
-    if TFT_VARIABLE in os.environ:
+    if any(name in os.environ for name in VARIABLES):
         watch()
 
 

@@ -6,7 +6,8 @@ What is patched, and nothing else:
 2. ``_stop_device`` and ``clean_tdt_channel``, which CPU does not have, do nothing.
 3. The optimizer wrapper reduces its flag as float32, because CPU's AllReduce has no int32, and reports the beginning of
    an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
-4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32; and one rank that was asked is enough.
+4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and one rank that was asked is enough: so
+   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself.
 5. ``train.TFTRegister``, which 2.10 has renamed, is there again.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -62,6 +64,8 @@ def apply() -> None:
     cell_wrapper: Any = importlib.import_module("mindspore.nn.wrap.cell_wrapper")
     utils: Any = importlib.import_module("mindspore.utils")
     cell_wrapper.ExitByRequest = utils.ExitByRequest = ExitByRequest
+    leaving: Any = importlib.import_module("mindspore.train.callback._on_request_exit")
+    leaving.OnRequestExit.on_train_step_begin = _look_always(leaving.OnRequestExit.on_train_step_begin)
     nn.OptTFTWrapper = OptTFTWrapper
     train.TFTRegister = TFTRegister
 
@@ -78,6 +82,17 @@ class _Context:
     def get_context(self, key: str) -> Any:
         """Ascend, when asked for the device."""
         return "Ascend" if key == "device_target" else self._context.get_context(key)
+
+
+def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``OnRequestExit.on_train_step_begin`` where another rank may have been asked."""
+
+    def on_train_step_begin(self: Any, run_context: Any) -> None:
+        original(self, run_context)
+        if self.use_graceful and self.is_distributed:
+            self.need_do_step_end = True
+
+    return on_train_step_begin
 
 
 def _nothing(*_arguments: Any) -> int:

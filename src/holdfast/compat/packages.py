@@ -7,6 +7,7 @@ import sysconfig
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from holdfast.compat.hook import VARIABLES
 from holdfast.errors import UsageError
 
 PACKAGES = ("mindio_ttp", "taskd")
@@ -22,8 +23,11 @@ ALIASES = {
 
 MARK = "# Written by `holdfast compat install`; `holdfast compat remove` takes it away.\n"
 HOOK_FILE = "holdfast-compat.pth"
-HOOK = "import os; os.environ.get('MS_ENABLE_TFT') and __import__('holdfast.compat.hook', fromlist=['watch']).watch()\n"
-"""One line, read at every start of Python: it imports nothing unless MindSpore's fault tolerance is switched on."""
+HOOK = (
+    f"import os; any(name in os.environ for name in {VARIABLES!r}) "
+    "and __import__('holdfast.compat.hook', fromlist=['watch']).watch()\n"
+)
+"""One line, read at every start of Python: it imports nothing unless what it serves is switched on."""
 
 
 def is_ours(spec: ModuleSpec) -> bool:

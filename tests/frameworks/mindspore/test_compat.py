@@ -110,6 +110,28 @@ def test_msrun_starts_all_workers_again(tmp_path: Path, undisturbed: set[bytes])
     assert next(e.data["step"] for e in log(tmp_path) if e.kind == "end") == 7
 
 
+def test_mindspores_own_graceful_exit_when_one_rank_is_asked(tmp_path: Path) -> None:
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "JOB_FOLDER": str(tmp_path)}
+    env["MS_ENABLE_GRACEFUL_EXIT"] = "1"
+    command = [
+        str(BIN / "msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={quiet_port()}", "--join=True",
+        f"--log_dir={tmp_path / 'log'}", "--cluster_time_out=120", str(JOB.with_name("exit_job.py")),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
+    finally:
+        sweep(tmp_path)
+    logs = [(tmp_path / "log" / f"worker_{rank}.log").read_text() for rank in (0, 1)]
+    assert done.returncode == 0, logs[0][-2000:]
+    assert all(
+        "Graceful exit is triggered, stop training" in text and "left after step 4" in text for text in logs
+    )
+    for kind in ("ckpt", "mindir"):
+        assert all((tmp_path / f"rank_{rank}" / f"Net_train.{kind}").stat().st_size > 0 for rank in (0, 1))
+
+
 def test_flags_that_need_ascend_are_refused_by_name() -> None:
     env = {**os.environ, "MS_ENABLE_TFT": "{TTP:1,UCE:1}"}
     done = subprocess.run(
