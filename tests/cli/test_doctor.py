@@ -40,7 +40,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "grade", "says"), [(2, "good", "0 steps"), (1, "poor", "hold boxes alone")]
+    ("replicas", "grade", "says"), [(2, "good", "0 steps"), (1, "good", "lies with one rank alone")]
 )
 def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says: str) -> None:
     made = Made(tmp_path, "it")

@@ -19,7 +19,7 @@ from holdfast.cli.view import RECOVERY_PHASES
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import DEATHS, PHASES, Fault
-from holdfast.drill.matrix import LAYOUTS, NPROC, SPACING, VICTIMS, drill_for, pairwise, steps_for
+from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise, steps_for
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
@@ -116,8 +116,8 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
 
 
 def test_every_pair_of_values_is_covered() -> None:
-    rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in LAYOUTS for f in pairwise(layout)}
-    dimensions = (LAYOUTS, DEATHS, PHASES, VICTIMS)
+    rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in PAIRED for f in pairwise(layout)}
+    dimensions = (PAIRED, DEATHS, PHASES, VICTIMS)
     for i, j in combinations(range(4), 2):
         assert {(row[i], row[j]) for row in rows} == set(product(dimensions[i], dimensions[j]))
 

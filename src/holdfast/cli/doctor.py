@@ -22,6 +22,9 @@ from holdfast.core.page import FILE_SIZE_BYTES
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.exits import Exit
 from holdfast.runtime.rundir import SHARED_MEMORY
+from holdfast.runtime.settings import RunSettings
+from holdfast.session.memory import cost_of_a_loss
+from holdfast.store.layout import DTYPE_SIZE_BYTES
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
@@ -195,13 +198,17 @@ def _losses(log: Path) -> list[Finding]:
     alone: dict[int, int] = {}
     for one in found:
         if len(one.ranks) == 1:
-            alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + 1
+            size_bytes = one.box.numel * DTYPE_SIZE_BYTES[one.dtype]
+            alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + size_bytes
     if not alone:
         least = min((len(one.ranks) for one in found), default=0)
         text = f"costs 0 steps: every box of the state has {least} holders or more (step {newest.step})"
         return [*findings, Finding("a lost rank", "good", text)]
-    worst = max(alone, key=lambda rank: alone[rank])
-    text = (f"costs the steps since the last checkpoint: {len(alone)} ranks hold boxes alone "
-            f"(rank {worst}: {alone[worst]})")  # fmt: skip
-    advice = "replicate (HSDP), or save more often: session(save_every_s=...)"
-    return [*findings, Finding("a lost rank", "poor", text, advice)]
+    every = RunSettings.load(log.parent).memory_every
+    text = cost_of_a_loss(True, max(alone.values()), every)
+    if every != 0:
+        return [*findings, Finding("a lost rank", "good", text)]
+    return [
+        *findings,
+        Finding("a lost rank", "poor", text, "start with --memory-every auto, or replicate (HSDP)"),
+    ]

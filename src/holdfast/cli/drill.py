@@ -109,7 +109,9 @@ def show(verdict: Verdict) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("steps lost", str(verdict.steps_lost))
     if verdict.steps_redone:
-        table.add_row("", f"{verdict.steps_redone} computed again from a state that was compared")
+        table.add_row(
+            "", f"{verdict.steps_redone} computed again, from a state that was compared or kept in memory"
+        )
     same = "identical" if verdict.identical else "DIFFERENT"
     table.add_row("weights", f"{same}  {verdict.digest} undisturbed")
     table.add_row("", f"{' ' * len(same)}  {verdict.digest_disturbed or 'none'} disturbed")

@@ -101,7 +101,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         **_hangs(values),
         verify_every=int(_at_least(values, "verify_every", 0)),
         replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
-        memory_every=int(_at_least(values, "memory_every", 0)),
+        memory_every=_memory_every(str(values["memory_every"])),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_grace_s(values, given),
         framework=_framework(str(values["framework"])),
@@ -412,6 +412,14 @@ def _spares(values: Mapping[str, Any]) -> int:
     if count and str(values["on_fault"]) == "restart":
         raise UsageError(f"--spares {count} with --on-fault restart: no spare would ever be used")
     return count
+
+
+def _memory_every(text: str) -> int:
+    if text == "auto":
+        return -1
+    if not text.isdecimal():
+        raise UsageError(f"--memory-every {text} is neither auto nor a number of steps", hint=RUN_HELP)
+    return int(text)
 
 
 def _on_fault(values: Mapping[str, Any]) -> Literal["auto", "restart"]:

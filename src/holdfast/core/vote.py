@@ -28,7 +28,7 @@ STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
 DIGEST_MODULUS = 1 << 64
 FIELDS = (
-    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite"),
+    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep"),
     *("step", "step_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
@@ -44,6 +44,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False  # its policy says that a periodic one is due after this step
     busy: bool = False  # its save before is still being written: another one now would hold up the step
     nonfinite: bool = False  # its gradients hold inf or nan
+    keep: bool = False  # it can afford to keep its state in memory after this step
     plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # of its copies times its factors, any integer
     between: bool = (
@@ -53,7 +54,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> list[int]:
         """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
         residue = (2 * self.step + self.between) % STEP_MODULUS
-        flags = (self.unsound, self.exit, self.save, self.due, self.busy, self.nonfinite)
+        flags = (self.unsound, self.exit, self.save, self.due, self.busy, self.nonfinite, self.keep)
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
@@ -71,6 +72,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False
     busy: bool = False
     nonfinite: bool = False
+    keep: bool = False  # all ranks do
     compared: bool = False  # all ranks have compared their copies, and all are equal
     differ: bool = False  # copies of the state differ
     reason: str = ""
@@ -84,9 +86,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, due, busy, nonfinite, total, squares, plan, plans_squared, digest = (
-            vector
-        )
+        count, unsound, leave, save, due, busy, nonfinite, keep = vector[:8]
+        total, squares, plan, plans_squared, digest = vector[8:]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {world_size} ranks voted")
         if unsound != 0:
@@ -103,5 +104,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             due=due > 0,
             busy=busy > 0,
             nonfinite=nonfinite > 0,
+            keep=keep == world_size,
             compared=compared,
         )

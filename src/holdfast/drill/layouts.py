@@ -3,6 +3,7 @@
 ========  ======================================================================================
 ddp       one copy per rank
 hsdp      ``fully_shard`` on a mesh: replicated over 2, sharded over the rest
+fsdp      ``fully_shard`` over all ranks: each holds its shards alone
 tp        pairs hold the two halves of every feed-forward layer, the pairs are copies
 pp        the first half of the ranks holds the first blocks, the second half the others; DDP in each
 pp-tp     both: pairs inside each half
@@ -50,8 +51,11 @@ class Divided(NamedTuple):
 
 def divide(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches: int) -> Divided:
     """This rank's part of ``gpt``; the process group exists already, unless there is one rank."""
-    if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    if layout in ("hsdp", "fsdp"):
+        replicas = 2 if layout == "hsdp" else 1
+        shape = (replicas, world_size // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if replicas > 1 else mesh["shard"]
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(gpt, mesh=mesh)

@@ -22,7 +22,8 @@ from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.proof import NPROC_STEP, Drill, Exercise, Verdict, require_torch
 
 NPROC = 4
-LAYOUTS = ("ddp", "hsdp")
+PAIRED = ("ddp", "hsdp")
+LAYOUTS = (*PAIRED, "fsdp")
 VICTIMS = (0, 2)
 SPACING = 12  # a job whose survivors live on is soon at full speed again: the next fault must still find it
 SAVE_EVERY = 4
@@ -42,7 +43,7 @@ def pairwise(layout: str) -> list[Fault]:
     chosen = [
         (kind, phase, VICTIMS[(p // 2 + k) % 2])
         for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(DEATHS))
-        if LAYOUTS[(p + k) % 2] == layout
+        if PAIRED[(p + k) % 2] == layout
     ]
     return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (kind, phase, rank) in enumerate(chosen)]
 
@@ -55,7 +56,10 @@ def steps_for(faults: int) -> int:
 def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:
     """A drill on the tiny model, quiet."""
     nproc = max(NPROC, 2 * NPROC_STEP.get(layout, 1))
-    exercise = Exercise.builtin(nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY)
+    flags = ("--memory-every", "1") if layout == "fsdp" else ()
+    exercise = Exercise.builtin(
+        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY, flags=flags
+    )
     return Drill(base / layout, exercise, seed, lambda _name, _step, _done: None)
 
 

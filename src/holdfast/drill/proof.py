@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
-from holdfast.drill.grammar import FLIPS, Fault, FaultSpec, expand, parse_fault
+from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
 from holdfast.errors import UnsupportedError, UserError
@@ -19,7 +19,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.settings import RunSettings
 
 MODULE = "holdfast.drill.train"
-LAYOUTS = ("ddp", "hsdp", "tp", "pp", "pp-tp")
+LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
 NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
 """The number of workers is a multiple of it."""
 
@@ -54,7 +54,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     identical: bool
     steps_lost: int
-    steps_redone: int  # after a flipped bit: nothing that was computed with it counts
+    steps_redone: int  # after a flipped bit, or from the memory tier: computed again to the same bits
     digest: str
     digest_disturbed: str
     steps: int
@@ -135,8 +135,8 @@ class Drill:
         counts = decisions(outcome.events)
         return Verdict(
             identical=bool(digest) and digest == self._digest,
-            steps_lost=sum(r.steps_lost for r in reports if r.kind not in FLIPS),
-            steps_redone=sum(r.steps_lost for r in reports if r.kind in FLIPS),
+            steps_lost=sum(r.steps_lost for r in reports if not r.redone),
+            steps_redone=sum(r.steps_lost for r in reports if r.redone),
             digest=self._digest,
             digest_disturbed=digest,
             steps=outcome.step,

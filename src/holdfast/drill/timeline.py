@@ -12,6 +12,7 @@ from typing import get_args
 import msgspec
 
 from holdfast.core.fault import Seen
+from holdfast.drill.grammar import FLIPS
 from holdfast.drill.inject import Injected
 from holdfast.journal import Event
 
@@ -42,6 +43,11 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     decision: str = "none"
     in_doubt: int = 0
     steps_lost: int = 0
+
+    @property
+    def redone(self) -> bool:
+        """Its steps are no loss: a bit was flipped, or the only holder of a box had kept an earlier state of it."""
+        return self.kind in FLIPS or self.action.endswith("_from_memory")
 
     def seconds(self, phase: str) -> float | None:
         """Seconds from the fault to the end of ``phase``, None when it was not reached."""

@@ -76,7 +76,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     hang_start_s: float = 1800.0
     verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
-    memory_every: int = 0  # steps between two states of a rank that are kept in memory; 0: none
+    memory_every: int = (
+        -1
+    )  # steps between two states of a rank that are kept in memory; 0: none, -1: as it pays
 
     framework: FrameworkName = "torch"  # what workers and zygote are made ready for
     preload: tuple[str, ...] = ()  # further modules that the zygote imports

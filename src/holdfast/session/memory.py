@@ -5,9 +5,13 @@ tensors, plain values and data position, into the run's shared memory (``store/m
 committed: whoever replaces it finds the state of exactly that step. With N above 1 all ranks go back to the newest
 step that everybody has there, the living in place, and do the steps after it again.
 
+Without an N the tier decides by itself: it is on where some box has one holder, and keeps a state whenever the last
+copy took less than ``SHARE`` of the time since: every step when that is cheap, else less often. Each rank votes whether
+it can afford it (``core/vote.py``); all keep when all can.
+
 Invariants:
-1. All ranks keep the same steps: multiples of N, and the step at which the session opened.
-2. READY(s) with s a multiple of N is shown only when the state of s is kept.
+1. All ranks keep the same steps.
+2. READY(s) of a step that is kept is shown only when its state is there.
 3. A lack of shared memory ends the tier, with a warning, and never the training.
 """
 
@@ -23,11 +27,18 @@ import numpy as np
 
 from holdfast.adapters.base import Adapter, Collected
 from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed
-from holdfast.store.memory import Slots, open_kept
+from holdfast.store.complete import catalogue_of
+from holdfast.store.layout import DTYPE_SIZE_BYTES
+from holdfast.store.memory import SLOTS, Slots, open_kept
 from holdfast.store.values import decode_values, encode_values
 
 log = logging.getLogger("holdfast")
+
+AUTO = -1
+SHARE = 0.005
+"""Of the time, for copies into memory, where no interval was given."""
 
 Values = Callable[[Collected, int], Mapping[str, object]]
 
@@ -36,23 +47,30 @@ class Tier:
     """One rank's part of the memory tier.
 
     Args:
+        rank: knows the layouts of all ranks.
         adapter: the framework.
         directory: of the run's shared memory; None: there is no agent to outlive this process.
-        every: steps between two states; 0: nothing is kept.
+        every: steps between two states; 0: nothing is kept; AUTO: see the module.
         values: plain values common to all ranks, given the collected state and its step.
         locals_: plain values of this rank alone.
     """
 
     def __init__(
         self,
+        rank: Rank,
         adapter: Adapter,
         directory: Path | None,
         every: int,
         values: Values,
         locals_: Callable[[], Mapping[str, object]],
     ) -> None:
-        self.cost_s = 0.0  # of the last copy
-        self.size_bytes = 0
+        self._rank = rank
+        self._version = 0  # of the layouts that were looked at
+        self._alone = False  # some box of the job has one holder
+        self._said = False
+        self._kept_s = time.monotonic()
+        self._copies = 0
+        self._cost_s = 0.0  # of the last copy
         self._adapter = adapter
         self._directory = directory
         self._every = every if directory is not None else 0
@@ -67,8 +85,8 @@ class Tier:
 
     @property
     def on(self) -> bool:
-        """States are kept."""
-        return self._every > 0
+        """States are kept, or will be when the layouts of all ranks are known and ask for it."""
+        return self._every != 0
 
     def steps(self) -> tuple[int, ...]:
         """Steps whose states are there."""
@@ -79,20 +97,48 @@ class Tier:
         if self._slots is None:
             return
         self._slots.keep_only(step)
-        if self.on and step not in self._slots.steps():
+        if self._every > 0 and step not in self._slots.steps():
             self._keep(step)
 
-    def committing(self, step: int) -> None:
-        """The block before ``step`` has ended and is about to be shown as committed."""
-        if self.on and step % self._every == 0:
+    def due(self) -> bool:
+        """For the ballot: this rank can afford to keep its state after this step."""
+        if not self._said or (self.on and self._rank.catalogue_version > self._version):
+            self._look()
+        affordable = time.monotonic() - self._kept_s >= self._cost_s / SHARE
+        return self._every == AUTO and self._alone and affordable
+
+    def committing(self, step: int, agreed: bool) -> None:
+        """The block before ``step`` has ended and is about to be shown as committed; ``agreed``: all can afford it."""
+        if agreed if self._every == AUTO else self.on and step % self._every == 0:
             self._keep(step)
+
+    def _look(self) -> None:
+        """The layouts of all ranks have come, or are newer: is there a box with one holder?"""
+        rank = self._rank
+        if rank.client is None or rank.catalogue_version == self._version:
+            return
+        self._version, layouts = rank.catalogue_version, rank.layouts
+        catalogue = catalogue_of({int(r): data for r, data in layouts.items()})
+        self._alone = any(len(who) == 1 for tensor in catalogue.tensors for _, who in catalogue.boxes(tensor))
+        if self._version > 1 and not self._said:  # the first layouts lack what the first update makes
+            self._said = True
+            own = sum(
+                box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
+                for tensor, box, who in catalogue.held_by(self._adapter.rank)
+                if len(who) == 1
+            )
+            log.log(
+                logging.INFO if self._adapter.rank == 0 else logging.DEBUG,
+                "holdfast: %s",
+                cost_of_a_loss(self._alone, own, self._every),
+            )
 
     def _keep(self, step: int) -> None:
         assert self._slots is not None
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         try:
             collected = self._adapter.collect()
-            self.size_bytes = self._slots.keep(
+            self._slots.keep(
                 step,
                 collected,
                 collected.layout(self._adapter.rank, self._adapter.world_size),
@@ -103,7 +149,10 @@ class Tier:
             log.warning("holdfast: no state is kept in memory any more: %s", error)
             self._every = 0
             self._slots.remove()
-        self.cost_s = time.perf_counter() - began_s
+        self._kept_s = time.monotonic()
+        self._copies += 1
+        if self._copies > SLOTS:  # the first ones also pay for the memory
+            self._cost_s = self._kept_s - began_s
 
     def verify(self, step: int) -> None:
         """Raises: CheckpointInvalid when the state of ``step`` is not there or damaged; then it is dropped."""
@@ -139,6 +188,28 @@ class Tier:
         """The session has ended in order."""
         if self._slots is not None:
             self._slots.remove()
+
+
+def cost_of_a_loss(alone: bool, size_bytes: int, every: int) -> str:
+    """What the loss of one worker costs, in words.
+
+    Args:
+        alone: some box of the state has one holder.
+        size_bytes: what this rank alone holds.
+        every: as for :class:`Tier`.
+    """
+    if not alone:
+        return "every box of the state has 2 holders or more: a lost worker costs no step"
+    where = f"a part of the state lies with one rank alone (here {size_bytes / 1e6:.3g} MB)"
+    if every == 0:
+        return f"{where}: a lost worker costs the steps since the last checkpoint (--memory-every is 0)"
+    if every == AUTO:
+        return (
+            f"{where}: kept in memory as often as {SHARE:.1%} of the time allows; a lost worker costs the steps since, "
+            "done again"
+        )
+    steps = "at most the step that it died in" if every == 1 else f"at most {every} steps, done again"
+    return f"{where}: kept in memory every {every} steps; a lost worker costs {steps}"
 
 
 def _mapping(data: bytes) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.standin import StandIn
 from holdfast.session.handover import take
 from holdfast.session.loop import Loops
-from holdfast.session.memory import Tier
+from holdfast.session.memory import AUTO, Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -137,14 +137,13 @@ class Session:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
         shared: Path | None = None
-        every = settings.memory or 0
+        every = AUTO if settings.memory is None else settings.memory
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
             run, run_s = about.saves_as, time.time() - about.created_at
             verify_every = about.verify_every
             shared = None if library else RunDir(client.run_dir).pages()
             every = about.memory_every if settings.memory is None else settings.memory
-        self._tier = Tier(self._adapter, shared, every, self._values, self._locals)
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
         self._rank = Rank(
@@ -153,6 +152,7 @@ class Session:
             lambda settle: self._open_saver.on_settle(settle),
             lambda: self._open_saver.resumed(),
         )
+        self._tier = Tier(self._rank, self._adapter, shared, every, self._values, self._locals)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
         self._rank.kept, self._rank.on_rewind = self._tier.steps, self._rewind
         self._rank.connect()
@@ -458,17 +458,18 @@ class Session:
             due=self._pace.due(step + 1),
             busy=self._open_saver.busy,
             nonfinite=nonfinite,
+            keep=self._tier.due(),
         )
 
     def differ(self, step: int) -> None:
         """Copies of the state differ between ranks."""
         self._verifier.tell(step)
 
-    def before_ready(self) -> bytes | None:
+    def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
         self._open_saver.publish()
         payload = self._loops.note()
-        self._tier.committing(self.step + 1)
+        self._tier.committing(self.step + 1, tally.keep)
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:

@@ -39,7 +39,7 @@ class Owner(Protocol):
     def differ(self, step: int) -> None:
         """The vote of ``step`` said that copies of the state differ: tell what this rank holds."""
 
-    def before_ready(self) -> bytes | None:
+    def before_ready(self, tally: Tally) -> bytes | None:
         """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
 
     def after_ready(self, step: Step, tally: Tally) -> None:
@@ -297,7 +297,7 @@ class Blocks:
 
     def _commit(self, step: Step) -> None:
         self._adapter.end()
-        self._rank.commit(self._owner.before_ready())
+        self._rank.commit(self._owner.before_ready(self._tally))
         self._current = None
         step.committed = True
         self._owner.after_ready(step, self._tally)

@@ -81,7 +81,7 @@ class Kept:
     def catalogue(self) -> Catalogue:
         """Names, types and shapes of all tensors, also of those of which this rank's part is empty."""
         metas = [box.meta for box in self._boxes.values()]
-        whole = {meta.fqn: msgspec.structs.replace(meta, box=Box.whole(meta.shape)) for meta in metas}
+        whole = {m.fqn: TensorMeta(m.fqn, m.dtype, m.shape, Box.whole(m.shape)) for m in metas}
         return Catalogue.from_layouts({self._rank: RankLayout(self._rank, tuple(whole.values()), self.world)})
 
     def view(self, fqn: str, box: Box) -> memoryview:
