@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean
+.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean storm
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -52,6 +52,9 @@ soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may b
 
 chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launcher, compared bit for bit (half an hour)
 	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
+
+storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)
+	$(VENV)/bin/python -m holdfast.drill.storm
 
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s

@@ -121,3 +121,15 @@ def test_a_run_is_a_function_of_its_seed() -> None:
     ]
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0].split())) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
+    """The controller dies between two of its orders to go on, as soon as one rank has followed its own."""
+    faults = (
+        SimFault(kind="kill", at_s=1.0, rank=2),
+        SimFault(kind="controller", at_s=1.05, rank=rank, state="ready"),
+    )
+    for seed in range(60):
+        result = run_sim(3, seed, faults)
+        assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"

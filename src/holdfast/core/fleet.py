@@ -61,8 +61,8 @@ class Fleet:
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
                 for s in self._past.seats
             ]
-            job.roster.seat(self._past.seated, members)
-            self.recovery.seated(self._past.opened)
+            job.roster.seat(self._past.seated, members, self._past.started)
+            self.recovery.seated(self._past.opened, self._past.in_place)
 
     # ---------------------------------------------------------------- agents
 
@@ -191,6 +191,7 @@ class Fleet:
             self.recovery.member_fault(now, roster.members[0], "controller", what)
         else:
             for member in roster.living:
+                self.recovery.remind(member)
                 self.ending.remind(member)
             if all(m.finished for m in roster.members):
                 self.ending.release()

@@ -34,6 +34,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
     seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
+    started: Generation = NO_GENERATION  # the newest one that all members were started in
     seats: tuple[Seat, ...] = ()
     last_member: int = 0
     attempts: int = 0
@@ -41,6 +42,9 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     base_step: int = 0
     sealed_step: int = -1  # newest sealed checkpoint, -1: none
     session: bool = False  # a session was opened in this run
+    in_place: bool = (
+        False  # the newest start was one of processes that lived on, and of newcomers beside them
+    )
     opened: bool = False  # all sessions of the seated members were opened
     root: str = ""  # where the sessions save
     exit_source: str = ""
@@ -91,11 +95,13 @@ def _started(past: Past, data: Data) -> Changes:
         "generation": generation,
         "seated": generation,
         "seats": seats,
+        "in_place": bool(data["in_place"]),
         "last_member": max([past.last_member, *(s.member_id for s in seats)]),
     }
     if data["in_place"]:
         return seated
     return seated | {
+        "started": generation,
         "attempts": _int(data, "attempt") + 1,
         "opened": False,
         "unequal": "",

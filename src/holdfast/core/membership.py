@@ -72,12 +72,16 @@ class Roster:
         self._ranks: dict[int, MemberId] = {}
         self._sorted: list[Member] | None = None  # by rank, made at need
         self._living: list[Member] | None = None
+        self.since = NO_GENERATION  # the newest start of all members: what was published before is of others
         self.layouts: dict[int, LayoutPublished] = {}
         self.catalogued_version = -1
 
-    def seat(self, generation: Generation, members: Iterable[Member]) -> None:
-        """Replace all members by those of a new start."""
+    def seat(
+        self, generation: Generation, members: Iterable[Member], since: Generation | None = None
+    ) -> None:
+        """Replace all members by those of a new start, or by those that live ``since`` an earlier one."""
         self.generation = generation
+        self.since = generation if since is None else since
         self._members = {}
         self._ranks = {}
         self.catalogued_version = -1
@@ -142,8 +146,8 @@ class Roster:
         self.layouts[layout.rank] = layout
         if len(self.layouts) < world_size or layout.version <= self.catalogued_version:
             return None
-        version, generation = layout.version, self.generation
-        if any(v.version != version or v.generation < generation for v in self.layouts.values()):
+        version, since = layout.version, self.since
+        if any(v.version != version or v.generation < since for v in self.layouts.values()):
             return None
         self.catalogued_version = layout.version
         return self.layouts_as_text()

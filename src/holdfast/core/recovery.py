@@ -95,9 +95,15 @@ class Recovery:
         """Library mode: the workers were started by someone else."""
         self._go("launch")
 
-    def seated(self, opened: bool) -> None:
-        """A successor has seated the members of the log; ``opened``: it is known where their sessions began."""
+    def seated(self, opened: bool, in_place: bool) -> None:
+        """A successor has seated the members of the log.
+
+        Args:
+            opened: it is known where their sessions began.
+            in_place: they were told to go on, as far as the one before came with telling them.
+        """
         self._all_opened = opened
+        self._in_place = in_place
 
     def adopt(self, now: float) -> None:
         """A successor has heard from all agents: its members were started, and may have opened their sessions."""

@@ -90,6 +90,7 @@ class Rank:
         self._on_resume = on_resume
         self._told: tuple[Generation, RankState, int] | None = None
         self._resume: Resume | None = None
+        self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
         self.joining = client is not None and client.joining
         self._known = client is None or client.stand_in is None or client.stand_in.called
@@ -255,7 +256,12 @@ class Rank:
         self._on_settle(settle)
 
     def on_resume(self, resume: Resume) -> None:
-        """Everyone is there in the new generation: the main thread rebuilds the groups."""
+        """Everyone is there in the new generation: the main thread rebuilds the groups.
+
+        A controller that takes over says it again, not knowing who has heard it.
+        """
+        if resume.generation == self._resumed_in:
+            return
         self._on_resume()
         with self.changed:
             self._resume = resume
@@ -415,6 +421,7 @@ class Rank:
             with self.changed:
                 if self.machine.retry(resume.generation):
                     self._told = None
+                    self._resumed_in = resume.generation
                     return
 
     def _go_back(self, step: int) -> None:

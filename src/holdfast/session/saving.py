@@ -46,7 +46,7 @@ from holdfast.store.writer import Written, write_share
 
 log = logging.getLogger("holdfast")
 
-CATALOGUE_TIMEOUT_S = 60.0
+CATALOGUE_TIMEOUT_S = 15.0
 SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SEAL_POLL_S = 0.02
@@ -160,6 +160,8 @@ class Saver:
                     layouts=order.layouts,
                 )
             )
+        # Said again by the one who lives: agent and controller may both be successors by the next fault.
+        self._rank.publish(self._version, self._published)
 
     # ------------------------------------------------------------------ layouts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -109,6 +110,7 @@ class World:
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
+        self._cut_s: dict[int, float] = {}  # by term: when the lines of a dead controller went silent
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
         self._agents = {NodeId(f"n{i}"): SimAgent(NodeId(f"n{i}"), per_node) for i in range(nodes)}
@@ -260,10 +262,10 @@ class World:
             if worker is None:
                 return
             agent = self._agents[worker.node_id]
-        instance, message = agent.machine, command.message
+        instance, message, term = agent.machine, command.message, self._term
 
         def deliver() -> None:
-            if agent.alive and agent.machine is instance:
+            if agent.alive and agent.machine is instance and self.now < self._cut_s.get(term, math.inf):
                 self._feed_agent(agent, message)
 
         self._link("controller", agent.node_id, type(message).__name__, deliver)
@@ -347,6 +349,9 @@ class World:
             return
         self.memory_losses.add("controller")
         self._controller = None
+        self._cut_s[self._term] = self.now + self.jitter(
+            0.0, 0.004
+        )  # what it had not sent by then never arrives
         for agent in self._agents.values():
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
 
