@@ -61,7 +61,7 @@ class Storm(Chaos):
             print(f"  {phase:18} {victim:10} {done} of {more} more kills", flush=True)
         return struck
 
-    def storm(self, seconds: float, every_s: float) -> list[int]:
+    def storm(self, duration_s: float, every_s: float) -> list[int]:
         """Kill a worker every ``every_s``, from the first checkpoint on; steps committed in each window of
         ``WINDOW_S``."""
         self._settle(SAVE_EVERY)
@@ -69,7 +69,7 @@ class Storm(Chaos):
         progress: list[int] = []
         since_s = window_s = time.monotonic()
         step = self._run.committed_step()
-        while time.monotonic() < since_s + seconds and self._launcher.poll() is None:
+        while time.monotonic() < since_s + duration_s and self._launcher.poll() is None:
             self._kill(self._pid_of("worker"))
             time.sleep(every_s)
             self._run.poll()
