@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, StoreWriteError
+from holdfast.store.place import Place
 from holdfast.store.reader import load_into
 from holdfast.store.validity import inspect
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
@@ -26,7 +27,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def load(path: Path, world: World) -> tuple[str, ...]:
+def load(path: Place, world: World) -> tuple[str, ...]:
     """Load everything on every rank and compare; returns what was healed."""
     healed: tuple[str, ...] = ()
     for rank in range(world.size):

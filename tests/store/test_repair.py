@@ -11,6 +11,8 @@ import pytest
 
 from holdfast.errors import CheckpointInvalid
 from holdfast.store import writer
+from holdfast.store.bucket import Bucket
+from holdfast.store.place import Url
 from holdfast.store.reader import load_locals, load_values
 from holdfast.store.repair import repair
 from holdfast.store.validity import inspect
@@ -189,3 +191,19 @@ def test_saving_again_completes_the_copies(tmp_path: Path) -> None:
     (path / "copy-catalogue.json").unlink()
     save(tmp_path, world, save_id(), copies=2)
     assert contents(path) == before
+
+
+def test_in_a_bucket(bucket: Url) -> None:
+    world = replicated(3, ARRAYS)
+    save(bucket, world, save_id(), copies=2)
+    place, name = bucket / save_id().directory(), save_id().directory()
+    objects = Bucket(bucket)
+    before = {entry.key: bytes(objects.get(f"{name}/{entry.key}")) for entry in objects.entries(name)}
+    shard = next(key for key, data in before.items() if len(data) > 50_000)
+    objects.put(f"{name}/{shard}", before[shard][:-1])
+    objects.put(f"{name}/catalogue.json", b"gone")
+    objects.delete([f"{name}/rank-r00001.json"])
+    healed = " ".join(load(place, world))
+    assert all(key in healed for key in (shard, "catalogue.json", "rank-r00001.json"))
+    assert set(repair(place).rebuilt) == {shard, "catalogue.json", "rank-r00001.json"}
+    assert {e.key: bytes(objects.get(f"{name}/{e.key}")) for e in objects.entries(name)} == before

@@ -57,6 +57,8 @@ def repair(path: Place) -> Repaired:
         StoreWriteError: a file cannot be written.
     """
     with open_attempt(path) as directory:
+        if not directory.hold():
+            raise CheckpointInvalid(f"{directory.path}: is being removed")
         index = read_index(directory, headers=False)
         damage = (*index.damage, *check_contents(directory, index, THREADS))
         plans = [

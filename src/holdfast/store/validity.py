@@ -147,11 +147,12 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
         CheckpointInvalid: the first broken rule, with the file's path.
     """
     where = directory.path
+    names = directory.names()
     damage: list[str] = []
     catalogue = _read_json(directory, form.CATALOGUE_NAME, form.decode_catalogue, damage)
     manifests: dict[int, RankManifest] = {}
     digests: dict[str, str] = {}
-    found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in directory.names())
+    found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in names)
     ranks = sorted({rank for rank in found if rank is not None})
     for rank, (read, noted) in zip(
         ranks, _each(directory, partial(_read_manifest, directory), ranks), strict=True
