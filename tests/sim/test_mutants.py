@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 import holdfast.core.controller as controller_module
 import holdfast.core.recovery as recovery_module
 from holdfast.core.decision import Decided, Report, decide
+from holdfast.core.fault import Fault
 from holdfast.core.ids import Generation
 from holdfast.core.messages import Command, Record, Settled
+from holdfast.core.policy import Situation
 from holdfast.core.recovery import Recovery
+from holdfast.core.survey import Survey
 from holdfast.core.vote import Tally
 from holdfast.sim.checks import Violation
 from holdfast.sim.faults import SimFault, random_faults
@@ -157,3 +160,44 @@ def test_resuming_before_the_newcomers_have_joined(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Recovery, "progress", hasty)
     assert catch(World, frozenset({"resumed_together"}))
+
+
+def test_saving_without_comparing_the_copies() -> None:
+    class Trusting(SimWorker):
+        """Writes whatever it holds."""
+
+        def _compare(self, then: Callable[[], None]) -> None:
+            then()
+
+    class Mutant(World):
+        worker_type = Trusting
+
+    assert catch(Mutant, frozenset({"sealed_was_compared"}))
+
+
+def test_giving_without_comparing_the_copies() -> None:
+    class Trusting(SimWorker):
+        """Vouches for anything."""
+
+        def _holders(self) -> str:
+            return str(self.rank)
+
+    class Mutant(World):
+        worker_type = Trusting
+
+    assert catch(Mutant, frozenset({"sealed_was_compared", "given_was_compared"}))
+
+
+def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.MonkeyPatch) -> None:
+    situation = Survey.situation
+
+    def trusting(
+        survey: Survey, decided: Decided, answers: Mapping[int, Settled], faults: Sequence[Fault]
+    ) -> Situation:
+        survey.job.unequal = ""
+        return situation(survey, decided, answers, faults)
+
+    monkeypatch.setattr(Survey, "situation", trusting)
+    with pytest.raises(Violation) as caught:  # four holders: the odd one is killed, and would be replaced
+        run_sim(RANKS, 1, (SimFault(kind="flip", at_s=0.75, rank=2),), shards=1)
+    assert caught.value.name == "given_was_compared"

@@ -89,13 +89,10 @@ class Corruption:
     def vouched(self, now: float, member: Member, event: Vouched) -> None:
         """A source tells the digests of the state that it is about to save or to give."""
         recovery = self.recovery
-        asked = recovery.vouchers()
-        if event.generation != self.job.generation or member.rank not in asked:
+        if event.generation != self.job.generation or not recovery.told(event, member.rank):
             return
-        recovery.vouches[member.rank] = event
-        if not set(asked) <= set(recovery.vouches):
-            return
-        found = suspects({rank: recovery.vouches[rank].copies for rank in asked}, asked)
+        told = {rank: vouched.copies for rank, vouched in recovery.vouches.items()}
+        found = suspects(told, told)
         if not found.ranks:
             recovery.vouched()
             return

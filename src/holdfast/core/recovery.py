@@ -77,6 +77,7 @@ class Recovery:
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self._all_opened = False
         self.is_vouched = False  # all sources of the decision hold equal copies, or need not
+        self.unvouched: set[int] = set()  # sources whose digests are awaited
         self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
@@ -213,11 +214,13 @@ class Recovery:
             return
         self.settled(now, member, self.replacement.joined(member, message))
 
-    def vouchers(self) -> tuple[int, ...]:
-        """Ranks whose copies are compared before the decided state goes anywhere; empty: nothing is under way."""
-        if self.decided is None or self.is_vouched or self.phase not in ("saving", "replacing"):
-            return ()
-        return tuple(m.rank for m in self.job.roster.living if stands_in(self.decided.sources, m.rank))
+    def told(self, event: Vouched, rank: int) -> bool:
+        """A source told its digests; True when it was the last one, before the decided state goes anywhere."""
+        if self.phase not in ("saving", "replacing") or rank not in self.unvouched:
+            return False
+        self.unvouched.discard(rank)
+        self.vouches[rank] = event
+        return not self.unvouched
 
     def vouched(self) -> None:
         """They are equal: the state may be saved, and given to newcomers."""
@@ -266,9 +269,7 @@ class Recovery:
                     self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "gasp" and self.phase == "saving":
             for member in living:
-                if member.rank in (
-                    self.gasp.writing if self.is_vouched else set(self.vouchers()) - set(self.vouches)
-                ):
+                if member.rank in (self.gasp.writing if self.is_vouched else self.unvouched):
                     self.job.kill(member, f"did not save within {self.job.config.gasp_s:g} s")
         elif name == "leave" and self.phase == "leaving":
             for member in living:
@@ -390,7 +391,7 @@ class Recovery:
         self._resume = ""
         self.gasp.order = None
         self.is_vouched = not job.config.verify
-        self.vouches = {}
+        self.vouches, self.unvouched = {}, set(decided.sources)
         self._then = "restart"
         if verdict.stops:
             self._then = "stop"

@@ -47,6 +47,7 @@ class Checks:
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
+        self.distrusted = False  # copies differ: everything starts again
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
@@ -85,6 +86,13 @@ class Checks:
         wrong = [share for share in save.shares.values() if share.shards and share.step != save.step]
         if wrong:
             raise Violation("sealed_is_one_step", f"{save.directory}: {wrong}")
+        if any(share.wrong for share in save.shares.values() if share.shards):
+            raise Violation("sealed_was_compared", f"{save.directory} holds what a flipped bit has done")
+
+    def given(self, source: SimWorker) -> None:
+        """A newcomer takes the state of ``source``."""
+        if source.flipped or source.wrong:
+            raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
 
     def recorded(self, record: Record) -> None:
         """The controller said something."""
@@ -94,6 +102,10 @@ class Checks:
             self._verdict(record)
         elif record.kind == "session_opened":
             self._opened(record)
+        elif record.kind == "copies_differ":
+            self.distrusted = True
+        elif record.kind == "generation_started" and not record.data["in_place"]:
+            self.distrusted = False
 
     def sending(self, settle: Settle) -> None:
         """A decision goes out: it must be in the journal already."""
@@ -160,7 +172,7 @@ class Checks:
                 "layout" in f"{record.data['reason']} {record.data['evidence']}"
                 and len(self.scene.memory_losses) > 1
             )
-            excused = excused or self.scene.save_errors > 0
+            excused = excused or self.scene.save_errors > 0 or self.distrusted
             excused = excused or self.scene.store.newest_step("") >= int(str(step))
             if not self.scene.store.uncovered({}, tuple(holders)) and not excused:
                 raise Violation("no_committed_step_is_lost", f"{action} at step {step}, holders {holders}")

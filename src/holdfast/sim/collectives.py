@@ -26,7 +26,11 @@ class Voter(Protocol):
     alive: bool
     machine: StepMachine
 
+    flipped: bool
+    comparing: bool
+
     def vote_result(self, tally: Tally) -> None: ...
+    def compared(self, tally: Tally) -> None: ...
     def vote_broken(self) -> None: ...
     def glitch(self) -> None: ...
 
@@ -51,6 +55,7 @@ class Round:
         self.ballots: dict[MemberId, Ballot] = {}
         self.waiting: set[MemberId] = set()
         self.tally: Tally | None = None
+        self.wrong = False  # a flipped bit was in somebody's gradients, and so is in everybody's
 
     def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
         """One more ballot; True when it was the last one."""
@@ -71,11 +76,11 @@ class Group:
         self.world_size = world_size
         self.broken = False
         self.members: set[MemberId] = set()
-        self.rounds: dict[int, Round] = {}
+        self.rounds: dict[tuple[int, bool], Round] = {}
 
-    def round(self, step: int) -> Round:
-        """The vote of ``step``."""
-        return self.rounds.setdefault(step, Round(self.world_size))
+    def round(self, step: int, between: bool = False) -> Round:
+        """The vote of ``step``, or the one before it that compares the copies only."""
+        return self.rounds.setdefault((step, between), Round(self.world_size))
 
 
 class Collectives:
@@ -95,7 +100,8 @@ class Collectives:
         if group.broken:
             self._break(worker, 0.7)
             return
-        round_ = group.round(ballot.step)
+        round_ = group.round(ballot.step, ballot.between)
+        round_.wrong |= worker.flipped
         if not round_.enter(worker.member_id, ballot) or round_.tally is None:
             return
         tally = round_.tally
@@ -104,7 +110,10 @@ class Collectives:
 
             def deliver(voter: Voter = voter) -> None:
                 round_.waiting.discard(voter.member_id)
-                voter.vote_result(tally)
+                if ballot.between:
+                    voter.compared(tally)
+                else:
+                    voter.vote_result(tally)
 
             self.scene.later(self.scene.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
 
@@ -130,7 +139,7 @@ class Collectives:
             worker = self.scene.workers[member_id]
             if not worker.alive or worker.machine.generation != generation:
                 continue
-            if worker.machine.state == "voting":
+            if worker.machine.state == "voting" or worker.comparing:
                 self._break(worker, 0.5)
             elif worker.machine.state == "compute" and self.scene.rng.random() < 0.5:
                 self.scene.later(self.scene.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)

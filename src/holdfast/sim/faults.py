@@ -1,8 +1,8 @@
 """What may go wrong in a simulated run, as data.
 
 The list follows what failure studies of training clusters report, as far as the model can express it:
-processes that die at any phase, that raise, leave quietly or hang; a collective that breaks although nobody
-died; a save that fails; a controller or an agent that dies while it is needed.
+processes that die at any phase, that raise, leave quietly or hang, or whose memory changes; a collective that breaks
+although nobody died; a save that fails; a controller or an agent that dies while it is needed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ FaultKind = Literal[
     "save_error",  # the next share of this rank cannot be written
     "controller",  # the controller dies; its agent starts the next term
     "agent",  # the agent of the rank's node dies; the launcher starts a successor
+    "flip",  # a bit of the state of a rank that lives on changes
     "ask_exit",  # a graceful exit is asked for
 ]
-WORKER_KINDS: tuple[FaultKind, ...] = ("kill", "exit", "raise", "stop", "glitch", "save_error")
+WORKER_KINDS: tuple[FaultKind, ...] = ("kill", "exit", "raise", "stop", "glitch", "save_error", "flip")
 STATES: tuple[RankState, ...] = ("starting", "ready", "compute", "voting", "updating", "in_doubt", "aborted")
 
 

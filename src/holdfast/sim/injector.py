@@ -18,6 +18,7 @@ class Target(Protocol):
 
     collectives: Collectives
     save_errors: int
+    flips: int
 
     @property
     def seated(self) -> Mapping[int, SimWorker]: ...
@@ -86,6 +87,9 @@ class Injector:
                 worker.stopped = True
                 generation = worker.machine.generation
                 self.world.later(COLLECTIVE_TIMEOUT_S, "timeout", partial(self._time_out, worker, generation))
+            case "flip":
+                worker.flip()
+                self.world.flips += 1
             case "save_error":
                 worker.save_error = True
                 self.world.save_errors += 1

@@ -11,11 +11,13 @@ import msgspec
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank wrote: shards, and the step its parameters had (None: in the middle of an update)."""
+    """What one rank wrote: shards, and the step its parameters had (None: in the middle of an update); ``wrong``:
+    a flipped bit is in them, or what it did to the gradients."""
 
     rank: int
     shards: tuple[int, ...]
     step: int | None
+    wrong: bool = False
 
 
 class Save:

@@ -34,6 +34,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.sightings import CopiesDiffer, CopyDigest, Vouched, ranks_text
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Ballot, Tally
 from holdfast.exits import Exit
@@ -43,7 +44,11 @@ from holdfast.sim.plant import Share, Store
 COMPUTE_S = 0.1
 UPDATE_S = 0.01
 SAVE_EVERY = 5
-REPEATED = (SessionOpened, LayoutPublished, FaultSeen, Settled, SaveReported, StepReached, Finished)
+VERIFY_EVERY = 4
+REPEATED = (
+    *(SessionOpened, LayoutPublished, FaultSeen, CopiesDiffer),
+    *(Settled, SaveReported, StepReached, Finished),
+)
 
 
 class Surroundings(Protocol):
@@ -62,6 +67,8 @@ class Surroundings(Protocol):
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None: ...
     def updates(self, worker: SimWorker) -> None: ...
     def fetch(self, rank: int) -> int | None: ...
+    def holders(self, rank: int) -> list[int]: ...
+    def lose_track(self) -> None: ...
 
 
 class SimWorker:
@@ -76,6 +83,14 @@ class SimWorker:
         self.machine = StepMachine(order.generation, self._observe)
         self.applied: int | None = 0
         self.alive = True
+        self.flipped = False  # a bit of its own copy has changed
+        self.wrong = False  # a flipped bit, here or elsewhere, was in the gradients that it applied
+        self._flipped_at = 0  # the turn in which it is compared
+        self._agreed = (order.generation, -1)
+        self.comparing = False  # waits for the vote between two steps
+        self._next: Callable[[], None] = lambda: None  # what waits until the copies were compared
+        self._vouching = False  # the state of a decision was compared, and goes somewhere
+        self._given: Settle | None = None  # vouch for the state of this decision
         self.stopped = False
         self.save_error = False
         self.opened = False
@@ -144,6 +159,18 @@ class SimWorker:
         )
         self.send(failed)
         self._later(0.03, "exit", lambda: self.world.died(self, 1, None))
+
+    def flip(self) -> None:
+        """A bit of this rank's copy changes. Where it holds the copy alone, or between the comparison and what follows
+        at once, nothing could ever tell."""
+        if (
+            self.opened
+            and not self.comparing
+            and not self._vouching
+            and len(self.world.holders(self.rank)) > 1
+        ):
+            self.flipped = True
+            self._flipped_at = int(self.world.jitter(0, VERIFY_EVERY))
 
     def glitch(self) -> None:
         """A collective of this rank breaks."""
@@ -223,8 +250,11 @@ class SimWorker:
         if self.machine.state != "compute" or where != (self.machine.generation, self.machine.step):
             return
         if self.machine.enter_vote():
+            turn = self.machine.step % VERIFY_EVERY
             ballot = Ballot(
                 step=self.machine.step,
+                plan=1,
+                digest=self._digest(self.flipped and self._flipped_at == turn),
                 exit=bool(self._exit_source),
                 save=(self.machine.step + 1) % SAVE_EVERY == 0,
                 unsound=self.world.collectives.group(self.machine.generation).broken,
@@ -236,7 +266,10 @@ class SimWorker:
         if not self.alive or self.stopped or self.machine.state != "voting":
             return
         self._tally = tally
-        if not tally.passed:
+        if tally.differ:
+            self.machine.vote_refused()
+            self._copies_differ()
+        elif not tally.passed:
             self.machine.vote_refused()
             self._fault_seen(tally.reason)
         elif self.machine.vote_passed() == "updating":
@@ -248,6 +281,9 @@ class SimWorker:
             self._tally = None
             self.machine.vote_broken()
             self._fault_seen("the vote broke")
+        elif self.alive and not self.stopped and self.comparing:
+            self.comparing = False
+            self._fault_seen("the comparison broke")
 
     def _update(self) -> None:
         self.world.updates(self)
@@ -259,7 +295,9 @@ class SimWorker:
         if self.machine.state != "updating" or self.machine.step != step:
             return
         self.applied = step + 1
+        self.wrong |= self.world.collectives.group(self.machine.generation).round(step).wrong
         self.machine.end_block()
+        self._vouch()
         self._write_ordered()
         self._offer()
         if self.machine.fenced is not None:
@@ -278,14 +316,73 @@ class SimWorker:
             self.send(agreed)
             self._leave_loop("exit")
         elif tally is not None and tally.save:
-            self._save("periodic")
-            self._next_step()
+            self._compare(self._save_and_go_on)
         else:
             self._next_step()
 
+    def _save_and_go_on(self) -> None:
+        self._save("periodic")
+        self._next_step()
+
     def _leave_loop(self, reason: str) -> None:
-        self._save("exit" if reason == "exit" else "final")
-        self._later(0.1, "finish", lambda: self._finish(reason))
+        def leave() -> None:
+            self._save("exit" if reason == "exit" else "final")
+            self._later(0.1, "finish", lambda: self._finish(reason))
+
+        self._compare(leave)
+
+    def _digest(self, differs: bool) -> int:
+        """Of this rank's copy, times its factor."""
+        shards, world_size = self.world.store.shards, self.world.world_size
+        count = len(range(self.rank % shards, world_size, shards))
+        return (7 + differs) * (1 - count if self.rank < shards else 1)
+
+    def _compare(self, then: Callable[[], None]) -> None:
+        """Compare all copies with all ranks before ``then``, once per step and generation."""
+        if self._agreed == (self.machine.generation, self.machine.step):
+            then()
+            return
+        self._next, self.comparing = then, True
+        digest = self._digest(self.flipped)
+        self.world.collectives.vote(self, Ballot(step=self.machine.step, between=True, plan=1, digest=digest))
+
+    def compared(self, tally: Tally) -> None:
+        """The vote between two steps completed here."""
+        if not self.alive or self.stopped or not self.comparing:
+            return
+        self.comparing = False
+        if tally.differ:
+            self._copies_differ()
+        else:
+            self._agreed = (self.machine.generation, self.machine.step)
+            self._next()
+
+    def _copies_differ(self) -> None:
+        copy = CopyDigest(self._holders(), "w", 7 + self.flipped)
+        self.send(
+            CopiesDiffer(
+                member_id=self.member_id,
+                generation=self.machine.generation,
+                step=self.machine.step,
+                copies=(copy,),
+            )
+        )
+
+    def _holders(self) -> str:
+        shards = self.world.store.shards
+        return ranks_text(range(self.rank % shards, self.world.world_size, shards))
+
+    def _vouch(self) -> None:
+        settle = self._given
+        here = self.machine.state in ("ready", "aborted", "finished")
+        if settle is None or self.machine.step != settle.step or not here:
+            return
+        self._given, self._vouching = None, True
+        copies = (CopyDigest(self._holders(), "w", 7 + self.flipped),)
+        vouched = Vouched(
+            member_id=self.member_id, generation=settle.generation, step=settle.step, copies=copies
+        )
+        self._later(self.world.jitter(0.001, 0.005), "vouch", lambda: self.send(vouched))
 
     def _finish(self, reason: str) -> None:
         if self.machine.state != "ready" or self.machine.fenced is not None:
@@ -303,7 +400,8 @@ class SimWorker:
         generation, step = self.machine.generation, self.machine.step
         save_id = SaveId("sim", generation, step, 0, kind)
         everyone = self.world.everyone
-        share = Share(self.rank, self.world.store.share_of(self.rank, everyone), self.applied)
+        shards = self.world.store.share_of(self.rank, everyone)
+        share = Share(self.rank, shards, self.applied, self.flipped or self.wrong)
         self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
 
     def _offer(self) -> None:
@@ -332,7 +430,8 @@ class SimWorker:
         if self.machine.state not in ("ready", "aborted", "finished"):
             return
         self._ordered = order.save_id
-        share = Share(self.rank, self.world.store.share_of(self.rank, order.sources), self.applied)
+        shards = self.world.store.share_of(self.rank, order.sources)
+        share = Share(self.rank, shards, self.applied, self.flipped or self.wrong)
         save_id, sources = order.save_id, order.sources
         self._later(self.world.jitter(0.01, 0.05), "gasp", lambda: self._written(save_id, sources, share))
 
@@ -396,7 +495,8 @@ class SimWorker:
     def _fenced(self, fence: Fence) -> None:
         if not self.machine.fence(fence.generation):
             return
-        self._order = self._settled = None
+        self._order = self._settled = self._given = None
+        self.comparing = self._vouching = False
         self._answer()
         if self.machine.state == "voting":
             self._later(self.world.jitter(0.0, 0.005), "poison", self.vote_broken)
@@ -406,8 +506,10 @@ class SimWorker:
             return
         self._order = settle.save
         self._settled = settle if settle.then == "replace" else None
+        self._given = settle if settle.vouch else None
         if self.machine.decide(settle.step) == "apply":
             self._update()
+        self._vouch()
         self._write_ordered()
         self._offer()
 
@@ -415,7 +517,7 @@ class SimWorker:
         waits = self._joining if self.machine.fenced is None else self.machine.fenced == resume.generation
         if not waits or not self.machine.retry(resume.generation):
             return
-        self._joining = False
+        self._joining = self._vouching = False
         self._told, self._reached, self._order, self._tally = None, False, None, None
         self.world.collectives.group(resume.generation).members.add(self.member_id)
         self._next_step()

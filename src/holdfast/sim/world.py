@@ -98,6 +98,7 @@ class World:
         self.seated: dict[int, SimWorker] = {}
         self.replaced: list[SimWorker] = []  # the dead beside whom newcomers sit, since the last full start
         self.save_errors = 0
+        self.flips = 0
         self.memory_losses: set[str] = set()
         self.events = 0
         self.outcome: Finish | None = None
@@ -186,6 +187,7 @@ class World:
             term=self._term,
             max_restarts=64,
             on_fault=self.on_fault,
+            verify=True,
         )
         past = Past.read(self.journal)
         self._controller = self.controller_type(config, past, self.store.uncovered)
@@ -425,7 +427,24 @@ class World:
 
     def fetch(self, rank: int) -> int | None:
         """What a newcomer is given by the living process of ``rank``: the updates that its parameters hold."""
-        return self.seated[rank].applied if self.seated[rank].alive else None
+        if not self.seated[rank].alive:
+            return None
+        self.checks.given(self.seated[rank])
+        return self.seated[rank].applied
+
+    def holders(self, rank: int) -> list[int]:
+        """Ranks with the same shard as ``rank`` whose process lives."""
+        same = range(rank % self.store.shards, self.world_size, self.store.shards)
+        return [r for r in same if r in self.seated and self.seated[r].alive]
+
+    def lose_track(self) -> None:
+        """Nobody holds a copy any more that differs from another: nothing can tell that all are wrong."""
+        if not self.flips:
+            return
+        living = [w for _, w in sorted(self.seated.items()) if w.alive]
+        if not any(w.flipped and len(self.holders(w.rank)) > 1 for w in living):
+            for worker in living:
+                worker.flipped = worker.wrong = False
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
@@ -437,6 +456,8 @@ class World:
         if not worker.alive:
             return
         worker.alive = False
+        if not self.checks.distrusted:
+            self.lose_track()
         self.collectives.break_off(worker.machine.generation)
         agent = self._agents[worker.node_id]
         event = self._exit_of(worker, code, killed_by)
