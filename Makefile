@@ -12,10 +12,10 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix flips soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean storm
+.PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean storm
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
 
 venv: $(STAMP)  ## make .venv (nothing to do when pyproject.toml did not change)
 
@@ -64,6 +64,9 @@ memory: venv  ## the memory tier: lost shards, torn and damaged states, each com
 
 spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 minutes)
 	HOLDFAST_SPARES=1 $(VENV)/bin/python -m pytest tests/session/test_spares.py
+
+s3: venv  ## all tests with a real S3 server on loopback: races, kills in the middle of uploads, memory (1 minute)
+	HOLDFAST_S3=1 $(VENV)/bin/python -m pytest tests/store/test_s3.py tests/store/test_s3_job.py
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import subprocess
@@ -12,7 +13,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import pytest
+
 START_S = 60.0
+long = pytest.mark.skipif("HOLDFAST_S3" not in os.environ, reason="make s3")
 SECRET = "marked-SECRET-4f1c"
 ACCESS = "marked-ACCESS-77ab"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.core.ids import SaveId
 from holdfast.errors import (
     CheckpointInvalid,
     HoldfastError,
@@ -23,14 +24,17 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.store import s3
+from holdfast.store.background import BackgroundSaver
 from holdfast.store.bucket import PART_SIZE_BYTES, Bucket
 from holdfast.store.opening import open_attempt, open_store
 from holdfast.store.place import Place, Url, place_of
+from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
 from holdfast.store.root import Root, resolve
 from holdfast.store.s3 import S3Store
 from holdfast.store.validity import inspect
-from tests.store.s3server import ACCESS, SECRET, Proxy, environment, refusing
+from holdfast.store.writer import Written
+from tests.store.s3server import ACCESS, SECRET, Proxy, environment, long, refusing
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
 
 REPOSITORY = Path(__file__).parents[2]
@@ -125,8 +129,9 @@ def test_an_upload_that_fails_leaves_nothing(bucket: Url) -> None:
 
 
 def test_damage_is_found_and_the_older_one_is_taken(bucket: Url) -> None:
-    save(bucket, WORLD, save_id(10))
-    save(bucket, WORLD, save_id(20))
+    world = replicated(1, {"a": random_array((9, 9), "float32", 1)})
+    save(bucket, world, save_id(10))
+    save(bucket, world, save_id(20))
     newest, objects = resolve(bucket), Bucket(bucket)
     with open_attempt(newest) as attempt:
         content = {name: attempt.read(name, 2**20) for name in attempt.names()}
@@ -200,6 +205,7 @@ def test_removal_takes_the_proofs_first(bucket: Url, monkeypatch: pytest.MonkeyP
     )
 
 
+@long
 def test_readers_and_removers_race(bucket: Url) -> None:
     """Whoever got hold of a checkpoint reads all of it, whatever a remover does at the same time."""
     results: list[str] = []
@@ -213,7 +219,7 @@ def test_readers_and_removers_race(bucket: Url) -> None:
             results.append("read")
 
     save(bucket, WORLD, save_id(100))
-    for step in range(6):
+    for step in range(3):
         save(bucket, WORLD, save_id(step))
         readers = [
             threading.Thread(target=read, args=(bucket / save_id(step).directory(),)) for _ in range(3)
@@ -224,7 +230,7 @@ def test_readers_and_removers_race(bucket: Url) -> None:
         for thread in (*readers, remover):
             thread.join()
     gone = {r for r in results if "does not exist" in r or "no rank has finished" in r}
-    assert len(results) == 18 and set(results) - gone <= {"read", "refused"}
+    assert len(results) == 9 and set(results) - gone <= {"read", "refused"}
     assert "read" in results and not [r for r in gone if "shard" in r], "a reader lost files on the way"
 
 
@@ -251,6 +257,7 @@ def child(script: str, *arguments: str, env: dict[str, str] | None = None) -> su
     )
 
 
+@long
 @pytest.mark.processes
 def test_two_jobs_save_and_prune_in_one_root(bucket: Url) -> None:
     jobs = [child(JOB, str(bucket), run, first) for run, first in (("ahead", "1000"), ("behind", "1"))]
@@ -272,6 +279,7 @@ save(sys.argv[1], large(2), save_id(2))
 """
 
 
+@long
 @pytest.mark.processes
 def test_a_writer_killed_in_the_middle_of_an_upload(s3_url: str, bucket: Url) -> None:
     save(bucket, large(1), save_id(1))
@@ -291,6 +299,29 @@ def test_a_writer_killed_in_the_middle_of_an_upload(s3_url: str, bucket: Url) ->
     save(bucket, large(2), save_id(2))
     assert Root(bucket).newest_valid(deep=True).require().step == 2
     check(large(2), resolve(bucket))
+
+
+@pytest.mark.processes
+def test_a_killed_writer_process_is_replaced(
+    s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = large(1)
+    catalogue, results, done = world.catalogue(), [], threading.Event()
+
+    def told(_: SaveId, result: Written | HoldfastError) -> None:
+        results.append(result)
+        done.set()
+
+    with Proxy(s3_url) as proxy:
+        proxy.delay_s = 0.005
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with BackgroundSaver(told) as saver:
+            shares = plan(catalogue, frozenset({0}))
+            saver.save(bucket, save_id(1), catalogue, shares, 0, world.state(0), {}, {0: {}})
+            in_the_middle(proxy, lambda: os.kill(saver.writer_pid, signal.SIGKILL)).join()
+            assert not done.is_set() and done.wait(60)
+        assert [isinstance(result, Written) and result.sealed for result in results] == [True]
+        check(world, resolve(bucket))
 
 
 def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> threading.Thread:
@@ -325,14 +356,14 @@ def test_a_server_that_goes_away_and_comes_back(
         thread.join()
         assert Root(bucket).newest_valid(deep=True).require().step == 1
 
-        monkeypatch.setenv("HOLDFAST_S3_RETRY_S", "1")
+        monkeypatch.setenv("HOLDFAST_S3_RETRY_S", "0.5")
         thread = in_the_middle(proxy, proxy.down)
         with pytest.raises(StoreWriteError, match=r"cannot write s3://.*retries") as caught:
             save(bucket, large(2), save_id(2))
         thread.join()
         assert "AWS_ENDPOINT_URL" in caught.value.hint
-        for ask in (Root(bucket).list, lambda: inspect(bucket / "x"), lambda: check(WORLD, bucket / "x")):
-            with pytest.raises((StoreUnreachable, StoreWriteError)):
+        for ask in (Root(bucket).list, lambda: inspect(bucket / "x")):
+            with pytest.raises(StoreUnreachable):
                 ask()
         proxy.up()
         choice = Root(bucket).newest_valid(deep=True)
@@ -427,6 +458,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@long
 @pytest.mark.processes
 def test_an_upload_needs_bounded_memory(bucket: Url) -> None:
     job = child(MEMORY, str(bucket))

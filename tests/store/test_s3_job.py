@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from holdfast.cli.main import cli
 from holdfast.store.bucket import Bucket
 from holdfast.store.place import Url
 from holdfast.store.root import Root
-from tests.store.s3server import ACCESS, SECRET
+from tests.store.s3server import ACCESS, SECRET, Proxy, long
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -63,11 +66,11 @@ def kill_all(mark: str) -> None:
         time.sleep(0.01)
 
 
-def holdfast(*arguments: str, cwd: Path | None = None) -> str:
+def holdfast(*arguments: str) -> str:
     """Output of a command that succeeds."""
-    done = subprocess.run([HOLDFAST, *arguments], capture_output=True, text=True, timeout=BOUND_S, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
 
 
 def test_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
@@ -103,6 +106,53 @@ def test_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
         assert SECRET.encode() not in text and ACCESS.encode() not in text
 
 
+@long
+def test_a_server_that_is_away_costs_saves_and_no_step(
+    s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save fails by name, training goes on, a later save succeeds; others resume where they are told."""
+    import torch
+    from torch import nn
+
+    import holdfast as hf
+
+    def session(**more: Any) -> Any:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hf.session(model=model, optimizer=optimizer, checkpoint=str(bucket), **more), model, optimizer
+
+    caplog.set_level("INFO", "holdfast")
+    monkeypatch.setenv("HOLDFAST_S3_RETRY_S", "0.5")
+    with Proxy(s3_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        opened, model, optimizer = session(save_every_steps=3)
+        signs = iter(("saved step", "was not saved: cannot write s3://", "saved step"))
+        sign, seen, deadline_s = next(signs), 0, time.monotonic() + BOUND_S
+        with opened as s:
+            for step in s.steps(until=100_000):
+                with step:
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                time.sleep(0.01)
+                assert time.monotonic() < deadline_s, f"nobody said {sign!r}: {caplog.text}"
+                if sign in (said := caplog.text[seen:]):
+                    seen += said.index(sign) + len(sign)
+                    away = sign.startswith("saved")
+                    sign = next(signs, "")
+                    if not sign:
+                        break
+                    (proxy.down if away else proxy.up)()
+    assert SECRET not in caplog.text
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
+    valid = [v.step for v in Root(bucket).list() if v.valid]
+    assert len(valid) >= 2
+    for resume, at in ((f"{bucket}@{valid[-1]}", valid[-1]), (str(bucket), valid[0]), ("auto", valid[0])):
+        with session(resume=resume)[0] as s:
+            assert s.step == at
+    assert hf.load(f"{bucket}@{valid[-1]}", nn.Linear(4, 4)).step == valid[-1]
+
+
 def look_at(bucket: Url, where: Path) -> None:
     """The commands that look at checkpoints."""
     listed = json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))
@@ -119,7 +169,10 @@ def look_at(bucket: Url, where: Path) -> None:
     assert merged.stat().st_size > 1000
     said = holdfast("ckpt", "prune", str(bucket), "--keep", "1", "--grace-s", "0")
     assert "removed s3://" in said
-    assert [one["step"] for one in json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))] == [STEPS]
+    left = [one["path"] for one in json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))]
+    assert left[0] == valid[0]["path"]
+    for path in left[1:]:  # those who were killed while they wrote it have left leases
+        assert f"spared {path}: is being read or written" in said
     assert "with conditional writes" in holdfast("doctor", "--checkpoint", str(bucket))
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
 
-from holdfast.errors import CheckpointInvalid, StoreError, UsageError
+from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.base import Put
 from holdfast.store.files import checked_name, writing
 from holdfast.store.place import Url
@@ -161,7 +161,7 @@ class FaultyStore:
     """As :class:`Store`, with faults.
 
     Args:
-        name: it is found under ``faulty://<name>``.
+        name: it is found under ``faulty://<name>``; of several, the newest is.
         fails: error number by write, counted from 1: ``{7: errno.EIO}``.
         room_size_bytes: more than this does not fit (ENOSPC).
         read_only: nothing can be written (EACCES).
@@ -190,8 +190,6 @@ class FaultyStore:
         self._delay_s = delay_s
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        if name in _STORES:
-            raise StoreError(f"there is a FaultyStore {name!r} already")
         _STORES[name] = self
 
     def lose_power(self) -> None:

@@ -166,6 +166,8 @@ def resolve(spec: Place | str | os.PathLike[str]) -> Place:
 
 def _is_attempt(place: Place) -> bool:
     """An attempt that lies under another name is known by its catalogue."""
+    if isinstance(place, Url) and place.parent == place:  # a whole bucket
+        return False
     with open_attempt(place) as attempt:
         return attempt.exists(form.CATALOGUE_NAME)
 
