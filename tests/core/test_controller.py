@@ -114,10 +114,12 @@ class Job:
             self.post(MemberStarted(member_id=member, node_id=NODE, pid=100 + member))
             self.post(WorkerHello(member_id=member, generation=self.generation, rank=rank, pid=100 + member))
 
-    def open(self, step: int) -> None:
+    def open(self, step: int, live: bool = False) -> None:
         for rank, member in enumerate(self.members):
             generation = self.generation
-            self.post(SessionOpened(member_id=member, generation=generation, step=step, root="/ck"))
+            self.post(
+                SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=live)
+            )
             self.post(
                 LayoutPublished(member_id=member, generation=generation, rank=rank, version=1, layout=b"{}")
             )
@@ -328,6 +330,37 @@ def test_a_torn_rank_is_no_source() -> None:
     job.settle(2, "ready", 6)
     assert job.record("verdict")["action"] == "restart_last_gasp"
     assert [o.save.sources for o in job.sent(Settle) if o.save] == [(1, 2)] * 2
+
+
+def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
+    job = Job(4)
+    job.post(AgentHello(node_id=NODE, slots=4, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1, "updating", 5)
+    job.settle(0, "torn", 5)
+    job.settle(2, "ready", 6)
+    job.settle(3, "ready", 6)
+    assert [k.member_id for k in job.sent(KillMember)] == [job.members[0]]
+    assert not [r for r in job.records if r.kind == "verdict"], "its end is waited for"
+    job.exit(0, "torn", 5)
+    assert (job.record("verdict")["action"], job.record("planned")["step"]) == ("replace", 6)
+    assert job.record("members_replaced")["ranks"] == [0, 1]
+    assert {(o.step, o.then) for o in job.sent(Settle)} == {(6, "replace")}
+    assert [r.data["rank"] for r in job.records if r.kind == "detected"] == [1], (
+        "its end is no fault of its own"
+    )
+
+
+def test_when_all_are_torn_nobody_is_killed() -> None:
+    job = Job(2)
+    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1, "updating", 5)
+    job.settle(0, "torn", 5)
+    assert job.record("verdict")["action"] == "stop_nothing_to_resume"
+    assert not [c for c in job.log if isinstance(c, Send) and isinstance(c.message, KillMember)]
 
 
 def fail(job: Job, rank: int, user_error: bool = False) -> None:

@@ -300,8 +300,11 @@ class Recovery:
         roster = self.job.roster
         members, living = roster.members, roster.living
         if self.phase == "fencing":
-            if all(m.rank in self._reports and m.failed is None for m in living):
-                self._plan(now)
+            # Who is being killed may have answered before: it counts when it is gone.
+            if all(m.rank in self._reports and m.failed is None and not m.is_excused for m in living):
+                torn = [m for m in living if self._reports[m.rank].state == "torn"]
+                if not self.replacement.remove(torn):
+                    self._plan(now)
         elif self.phase == "retrying":
             if all(self._stands_at(m, self.job.step) for m in living):
                 self._resume_in_place(now)

@@ -37,24 +37,44 @@ class Replacement:
         Args:
             uncovered: why the sources do not hold every box, or empty.
         """
-        job, config = self.job, self.job.config
+        job = self.job
         living = job.roster.living
+        if reason := self._barred(living):
+            return reason
+        if not living or not decided.sound or any(m.finished for m in job.roster.members):
+            return "not every living rank stands at the step, inside its loop"
+        dead = [m for m in job.roster.members if not m.alive]
+        if any(m.node_id not in job.slots or not job.liveness.is_up(m.node_id) for m in dead):
+            return "the node of a lost rank is gone"
+        return uncovered
+
+    def _barred(self, living: Sequence[Member]) -> str:
+        """Why nobody can be replaced, whoever is lost."""
+        config = self.job.config
         if config.library:
             return "the workers belong to another launcher"
         if config.alone:
             return "a minority only seals"
         if config.on_fault == "restart":
             return "all workers are restarted on request"
-        if not living or not decided.sound or any(m.finished for m in job.roster.members):
-            return "not every living rank stands at the step, inside its loop"
         if not all(m.live and m.opened_step is not None for m in living):
             return "the groups of the living cannot be rebuilt in place"
         if self.lost >= config.replacements_max:
             return f"{self.lost} newcomers were lost before they joined"
-        dead = [m for m in job.roster.members if not m.alive]
-        if any(m.node_id not in job.slots or not job.liveness.is_up(m.node_id) for m in dead):
-            return "the node of a lost rank is gone"
-        return uncovered
+        return ""
+
+    def remove(self, torn: Sequence[Member]) -> bool:
+        """Kill living ranks whose update broke: they hold nothing that counts, and newcomers take their seats.
+
+        Returns: False when there are none, or when they would not help: nobody is sound, or nobody can be replaced.
+        """
+        living = self.job.roster.living
+        if not torn or len(torn) == len(living) or self._barred(living):
+            return False
+        for member in torn:
+            member.is_excused = True
+            self.job.kill(member, "its update broke")
+        return True
 
     def start(self, sources: Sequence[int], *, kept: bool = False) -> None:
         """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory."""

@@ -173,10 +173,10 @@ class SimWorker:
             self._flipped_at = int(self.world.jitter(0, VERIFY_EVERY))
 
     def glitch(self) -> None:
-        """A collective of this rank breaks."""
+        """A collective of this rank breaks; in an update it is one that user code makes, and tears it."""
         if not self.alive or self.stopped or self.machine.fenced is not None:
             return
-        if self.machine.state == "compute":
+        if self.machine.state in ("compute", "updating"):
             self.machine.fail()
             self._fault_seen("a collective broke")
         elif self.machine.state == "voting":
