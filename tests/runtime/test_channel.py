@@ -37,7 +37,7 @@ from holdfast.runtime.channel import BlockingChannel, Channel, Hub
 from holdfast.runtime.client import Client
 from holdfast.runtime.launch import AgentLink
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, try_lock
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -246,6 +246,18 @@ def test_an_orphan_is_told_once(run: RunDir) -> None:
         assert len(calls) == 1
         with pytest.raises(InternalError, match="client thread"):
             _ask_from_client_thread(client, run)
+
+
+def test_with_its_launcher_gone_too_an_orphan_does_not_wait(run: RunDir) -> None:
+    launcher = try_lock(run.launcher_lock)
+    assert launcher is not None and not run.launcher_is_gone()
+    calls: list[float] = []
+    with client_of(run, orphan_s=600.0) as client:
+        client.on_orphaned(lambda: calls.append(time.monotonic()))
+        time.sleep(1.5)
+        assert calls == []
+        os.close(launcher)
+        until("orphaned", lambda: calls)
 
 
 def _ask_from_client_thread(client: Client, run: RunDir) -> None:

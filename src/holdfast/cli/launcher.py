@@ -26,7 +26,7 @@ from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import MEANING, Exit
 from holdfast.runtime.launch import AgentLink, start_agent
-from holdfast.runtime.rundir import RunDir, log_path
+from holdfast.runtime.rundir import RunDir, log_path, try_lock
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
@@ -82,6 +82,7 @@ class Launcher:
         """Until the run is over."""
         with Screen(marked=len(self.request.shown_ranks) > 1) as screen, self._signals():
             self._open(screen)
+            try_lock(self.run_dir.launcher_lock)  # for as long as this process lives: its workers look
             agent = start_agent(self.run_dir.path)
             view = self.watch.poll()
             turn = 0

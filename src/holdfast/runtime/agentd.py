@@ -8,7 +8,6 @@ agent left: workers (status pages and pidfds), zygote and controller (their endp
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import sys
@@ -67,7 +66,7 @@ from holdfast.runtime.procs import (
     wait_written,
     writers,
 )
-from holdfast.runtime.rundir import RunDir, probe_path, write_private
+from holdfast.runtime.rundir import RunDir, probe_path, try_lock, write_private
 from holdfast.runtime.settings import RunSettings, without_launch
 from holdfast.runtime.spawn import Order, free_port, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
@@ -548,17 +547,12 @@ def lock_agent(run: RunDir) -> int:
     Raises:
         ProtocolError: another agent lives.
     """
-    fd = os.open(run.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                raise ProtocolError(f"another agent holds {run.path}") from error
-            time.sleep(0.02)
+    while (fd := try_lock(run.agent_lock)) is None:
+        if time.monotonic() > deadline:
+            raise ProtocolError(f"another agent holds {run.path}")
+        time.sleep(0.02)
+    return fd
 
 
 def main(run_dir: str) -> int:

@@ -52,6 +52,7 @@ from holdfast.runtime.standin import StandIn
 from holdfast.wire import MESSAGES, WireMessage
 
 QUEUE_LENGTH_MAX = 10_000
+ORPHAN_LOOK_S = 1.0  # without an agent for so long: does the launcher live, which would start another one?
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
 KV_SLACK_S = 5.0
@@ -290,13 +291,20 @@ class Client:
                 if self.stand_in is not None and not self.stand_in.called and not self._closing:
                     leave_process(Exit.RESTART)  # a spare belongs to its agent
                 away_since = time.monotonic()
-            elif not told and time.monotonic() - away_since > self.orphan_s:
+            elif not told and self._is_orphan(time.monotonic() - away_since):
                 told = True
                 self._orphaned()
             if self._closing and (not self._outbox or time.monotonic() - away_since > CLOSE_TIMEOUT_S):
                 return
             if channel is None:
                 time.sleep(RETRY_S)
+
+    def _is_orphan(self, away_s: float) -> bool:
+        """No successor of the agent is to be expected any more."""
+        if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
+            return False
+        assert self.run_dir is not None
+        return away_s > self.orphan_s or RunDir(self.run_dir).launcher_is_gone()
 
     def _connect(self) -> BlockingChannel[WireMessage] | None:
         assert self.run_dir is not None

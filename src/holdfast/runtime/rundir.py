@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import stat
@@ -89,6 +90,21 @@ def read_token(path: Path) -> bytes:
     return token
 
 
+def try_lock(path: Path) -> int | None:
+    """A file descriptor that holds the lock until it is closed or this process ends; None: another one has it.
+
+    Raises:
+        OSError: the file cannot be made or opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
 class RunDir:
     """Paths below the directory of one run. Nothing is touched before a method asks for it."""
 
@@ -100,6 +116,8 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.ballot = self.path / "ballot.json"
         self.peers = self.path / "peers.json"
+        self.agent_lock = self.path / "agent.lock"
+        self.launcher_lock = self.path / "launcher.lock"
 
     def create(self, token: bytes = b"") -> None:
         """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
@@ -121,6 +139,18 @@ class RunDir:
                 f"cannot make the run directory {self.path}: {error.strerror}",
                 hint="choose a writable place with --run-dir",
             ) from error
+
+    def launcher_is_gone(self) -> bool:
+        """The launcher of this run has ended or was killed: nobody starts a successor of its agent.
+
+        False in library mode, where there never was one.
+        """
+        if not self.launcher_lock.exists():
+            return False
+        fd = try_lock(self.launcher_lock)
+        if fd is not None:
+            os.close(fd)
+        return fd is not None
 
     def token(self) -> bytes:
         """The secret of the run.
