@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid
 from holdfast.store import writer
 from holdfast.store.bucket import Bucket
@@ -117,7 +118,7 @@ def test_extents_of_different_copies_make_up_for_each_other(tmp_path: Path) -> N
     assert contents(path) == before
 
 
-def test_a_header_is_rebuilt_without_copies(tmp_path: Path) -> None:
+def test_a_header_is_rebuilt_without_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, world = saved(tmp_path, copies=1)
     before = contents(path)
     shard = max(path.glob("shard-*"), key=lambda p: p.stat().st_size)
@@ -126,7 +127,13 @@ def test_a_header_is_rebuilt_without_copies(tmp_path: Path) -> None:
     assert not inspect(path).valid
     with pytest.raises(CheckpointInvalid, match="header does not match"):
         load(path, world)
-    assert repair(path).rebuilt == (shard.name,)
+    damaged = contents(path)
+    assert answer(["ckpt", "verify", str(path)]) == 3
+    assert "ckpt repair --dry-run" in capsys.readouterr().err
+    assert answer(["ckpt", "repair", "--dry-run", str(path)]) == 0
+    assert capsys.readouterr().out == f"would rebuild {shard}\n" and contents(path) == damaged
+    assert answer(["ckpt", "repair", str(path)]) == 0
+    assert "valid and sealed" in capsys.readouterr().out
     assert contents(path) == before
     load(path, world)
 

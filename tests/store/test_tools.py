@@ -133,7 +133,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "stage0.weight" in contents(tmp_path / "all.safetensors")
     flip(shard, shard.stat().st_size - 1)
     code, _, err = run(capsys, "verify", str(shard.parent))
-    assert code == 3 and shard.name in err and "next: holdfast ckpt ls" in err
+    assert code == 3 and shard.name in err and "next: holdfast ckpt repair --dry-run" in err
     assert json.loads(run(capsys, "ls", str(root), "--deep", "--json")[1])[0]["valid"] is False
     code, out, _ = run(capsys, "prune", str(root), "--keep", "1", "--dry-run")
     assert code == 0 and "would remove" in out and len(Root(root).names()) == 2

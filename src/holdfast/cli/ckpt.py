@@ -94,7 +94,10 @@ def verify(checkpoint: str, as_json: bool) -> int:
     if as_json:
         _say_json(judged)
     if not judged.valid:
-        raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt ls {path.parent}")
+        raise CheckpointInvalid(
+            judged.reason,
+            hint=f"holdfast ckpt repair --dry-run {path}  (or another one: holdfast ckpt ls {path.parent})",
+        )
     if not as_json:
         click.echo(f"{path}: {_state(judged)}, {judged.tensors} tensors, {_size(judged.size_bytes)} verified")
         for line in judged.damage:
@@ -136,17 +139,19 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 
 @ckpt.command("repair")
 @click.argument("checkpoint")
+@click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
-def repair_checkpoint(checkpoint: str, as_json: bool) -> int:
-    """Rebuild damaged files of CHECKPOINT from its other copies."""
+def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
+    """Rebuild damaged files of CHECKPOINT, as far as copies and digests allow."""
     path = resolve(checkpoint)
-    done = repair(path)
+    done = repair(path, dry_run=dry_run)
     if as_json:
         _say_json(done)
         return 0
     for name in done.rebuilt:
-        click.echo(f"rebuilt {path / name}")
-    click.echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
+        click.echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
+    if done.sealed:
+        click.echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
     return 0
 
 

@@ -35,7 +35,7 @@ THREADS = 2
 
 
 class Repaired(msgspec.Struct, frozen=True):
-    """Names of the files that were rebuilt; ``sealed``: the checkpoint is complete and sealed again."""
+    """Names of the files that were (or would be) rebuilt; ``sealed``: the checkpoint is complete and sealed."""
 
     rebuilt: tuple[str, ...]
     sealed: bool
@@ -49,8 +49,11 @@ class _Plan(NamedTuple):
     boxes: tuple[Stored, ...]
 
 
-def repair(path: Place) -> Repaired:
+def repair(path: Place, *, dry_run: bool = False) -> Repaired:
     """Rebuild every damaged or missing file.
+
+    Args:
+        dry_run: everything is read and nothing is written.
 
     Raises:
         CheckpointInvalid: what is left does not hold everything; nothing was changed.
@@ -67,18 +70,20 @@ def repair(path: Place) -> Repaired:
             for number, entry in enumerate(manifest.files)
             if any(f"{directory.path / entry.name}:" in line for line in damage)
         ]
+        texts = (*json_files(index), (form.SEAL_NAME, seal_of(index)))
+        other = [(name, data) for name, data in texts if not _holds(directory, name, data)]
+        names = (*(plan.entry.name for plan in plans), *(name for name, _ in other))
+        if dry_run or not names:
+            return Repaired(names, not names)
         for plan in plans:
             _rebuild(directory, index, plan)
         directory.sync()
-        rebuilt = [plan.entry.name for plan in plans]
-        for name, data in (*json_files(index), (form.SEAL_NAME, seal_of(index))):
-            if not _holds(directory, name, data):
-                directory.write(name, data, "repair")
-                rebuilt.append(name)
+        for name, data in other:
+            directory.write(name, data, "repair")
         left = check_contents(directory, read_index(directory), THREADS)
         if left:
             raise CheckpointInvalid(f"after the repair: {left[0]}")
-    return Repaired(tuple(rebuilt), True)
+    return Repaired(names, True)
 
 
 def _holds(directory: Attempt, name: str, data: bytes) -> bool:
