@@ -104,6 +104,15 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "uneven", "have 2, 1 devices")
 
 
+def test_a_table_of_the_environment_gives_way_to_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_table(tmp_path / "t", ["127.0.0.1"], 8)
+    monkeypatch.setenv("RANK_TABLE_FILE", str(path))
+    assert placed(path)["nproc_per_node"] == "8"
+    assert placed(path, nproc_per_node="2")["nproc_per_node"] == "2"
+
+
 def test_a_table_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "LOOK_S", 0.01)
     path = write_table(tmp_path / "t", ["127.0.0.1"], 2, status="initializing")

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from holdfast import journal
-from holdfast.compat.line import LOG_VARIABLE
+from holdfast.compat.dump import Here
+from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token
+from holdfast.compat.processor import start_controller
+from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.spawn import free_port
 from tests.cli.command import clean_environment
 from tests.runtime.runs import exists, until
@@ -72,6 +76,39 @@ def test_a_rank_in_the_middle_of_its_update_is_no_source(tmp_path: Path) -> None
     torn = next(e for e in events if e.kind == "stands" and e.data["rank"] == 0)
     assert torn.data["why"] == "its update was not completed"
     assert next(e for e in events if e.kind == "plan").data["writers"] == [1]
+
+
+def test_an_address_that_others_reach_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="without a secret"):
+        start_controller("10.0.0.1", 29999, 2)
+    secret = tmp_path / "token"
+    secret.write_text("x" * 64)
+    monkeypatch.setenv(TOKEN_VARIABLE, str(secret))
+    with pytest.raises(AuthError, match="can be read by others"):
+        token("10.0.0.1", 29999)
+    secret.chmod(0o600)
+    assert token("10.0.0.1", 29999) == b"x" * 64
+
+
+def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, path = free_port(), tmp_path / "log.jsonl"
+    monkeypatch.setenv(LOG_VARIABLE, str(path))
+    pid = start_controller("127.0.0.1", port, 1)
+    try:
+        until("it listens", lambda: path.exists() and journal.read(path).events)
+        with pytest.raises(AuthError):
+            BlockingChannel.connect(LINES, "127.0.0.1", port, b"y" * 64, "worker")
+        honest = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), "worker")
+        honest.send(Here(rank=0, world_size=1, pid=1))
+        until("it is heard", lambda: [e for e in journal.read(path).events if e.kind == "here"])
+        honest.close()
+        until(
+            "it ends with its last rank", lambda: [e for e in journal.read(path).events if e.kind == "gone"]
+        )
+    finally:
+        if exists(pid):
+            os.kill(pid, 9)
+        os.waitpid(pid, 0)
 
 
 def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         ScriptError: no such script, module or program.
     """
     notes = _refuse_and_note(values, given)
-    values, given, rank_table, device_ids = place(values, given)
+    values, given, rank_table, device_ids, told = place(values, given)
     nodes = _nodes(values, given)
     kind, target = _kind(values), _target(_kind(values), script)
     nproc = worker_count(str(values["nproc_per_node"]))
@@ -115,7 +115,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     )
     if not nodes.several:
         _check_address(settings, given)
-    notes += _node_notes(nodes, settings)
+    notes += told + _node_notes(nodes, settings)
     token = _token(values["token_file"], nodes)
     shown = shown_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)

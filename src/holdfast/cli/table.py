@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from holdfast.runtime.ranktable import COMPLETED, RankTable, Server, read, refus
 
 WAIT_S = 120.0  # as long as its hosts may be apart
 LOOK_S = 0.5
+VARIABLE = "RANK_TABLE_FILE"
 NOT_READY = ("initializing",)
 FORMS = "--rank-table FILE alone says all of this"
 
@@ -25,6 +27,7 @@ class Placed(NamedTuple):
     given: frozenset[str]
     path: str = ""
     device_ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
@@ -35,6 +38,10 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
     """
     if not values["rank_table"]:
         return Placed(values, given)
+    if values["rank_table"] == os.environ.get(VARIABLE) and given & {"nproc_per_node", "nnodes"}:
+        return Placed(
+            values, given, notes=(f"{VARIABLE} is not followed: --nproc-per-node or --nnodes is given",)
+        )
     path = Path(values["rank_table"]).absolute()
     table = load(path)
     nproc = _nproc(path, table)

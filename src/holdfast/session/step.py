@@ -308,6 +308,7 @@ class Blocks:
         if step is None:
             raise StepError("no step is open that could begin again")
         self._abort(step)
+        step.rehearsal = False  # it has run: the newcomer joins now
         self.begin(step)
 
     def _abort(self, step: Step) -> None:
