@@ -109,9 +109,12 @@ class Survey:
 
     def _memory_step(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
         job = self.job
-        if decided.step is None or job.config.alone or job.unequal:
+        if job.config.alone or job.unequal:
             return NONE
-        step = newest_complete(kept_by(job.roster.members, answers), decided.step)
+        limit = (
+            job.step if decided.step is None else decided.step
+        )  # a fault before any session had opened again
+        step = newest_complete(kept_by(job.roster.members, answers), limit)
         return step if step >= job.sealed_step else NONE
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from holdfast.core.decision import Report, committed_floor
 from holdfast.core.ids import Generation
 from holdfast.core.messages import RankState, Record, Resume, Settle
+from holdfast.sim.memory import Memory
 from holdfast.sim.plant import Save, Store
 from holdfast.sim.worker import SimWorker
 
@@ -29,6 +30,7 @@ class Scene(Protocol):
 
     now: float
     store: Store
+    memory: Memory
     save_errors: int
     memory_losses: set[str]
     journal: list[Record]
@@ -94,8 +96,16 @@ class Checks:
         if source.flipped or source.wrong:
             raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
 
+    def loaded(self, rank: int, step: int, applied: int | None) -> None:
+        """A process takes a state out of memory: it must be the one that its marker says."""
+        if applied != step:
+            text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
+            raise Violation("memory_is_one_step", text)
+
     def recorded(self, record: Record) -> None:
         """The controller said something."""
+        if record.kind == "resumed":
+            self.scene.replaced = []  # from here on a rank may stand below what they have left
         if record.kind == "planned":
             self._planned(record)
         elif record.kind == "verdict":
@@ -129,6 +139,8 @@ class Checks:
         for rank, worker in sorted(self.scene.seated.items()):
             machine = worker.machine
             here = machine.state in ("ready", "aborted", "finished") and machine.step == resume.step
+            kept = machine.step > resume.step and resume.step in self.scene.memory.steps(rank)
+            here = here or (kept and machine.state in ("ready", "aborted"))
             behind = machine.generation < resume.generation or machine.state == "starting"
             if worker.alive and behind and not here:
                 text = f"rank {rank} is {machine.state}({machine.step}), the job resumes at {resume.step}"
@@ -164,6 +176,8 @@ class Checks:
         self.promised = None
         if action == "restart_last_gasp" and isinstance(step, int):
             self.promised = step
+        if action == "restart_from_memory":
+            self.promised = int(str(record.data["memory_step"]))
         if action in ("restart_checkpoint", "restart_fresh", "stop_nothing_to_resume") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
             # Layouts live in the controller and in the agents: both gone, a rank that dies before it repeated its
@@ -176,6 +190,16 @@ class Checks:
             excused = excused or self.scene.store.newest_step("") >= int(str(step))
             if not self.scene.store.uncovered({}, tuple(holders)) and not excused:
                 raise Violation("no_committed_step_is_lost", f"{action} at step {step}, holders {holders}")
+            self._forgotten(str(action))
+
+    def _forgotten(self, action: str) -> None:
+        """Going back to the disk, or giving up: no newer state may be in memory for all ranks."""
+        seated = [worker for _, worker in sorted(self.scene.seated.items())]
+        kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
+        newest = max(set.intersection(*kept), default=-1)
+        unknown = [w for w in seated if w.alive and not w.opened]  # may have died without a word
+        if newest > self.scene.store.newest_step("") and not unknown and not self.scene.memory_losses:
+            raise Violation("no_committed_step_is_lost", f"{action}, all have step {newest} in memory")
 
     @staticmethod
     def _can_reach(worker: SimWorker, step: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.core.decision import Report
-from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId
 from holdfast.core.messages import (
     Assignment,
     ExitAgreed,
@@ -30,6 +30,7 @@ from holdfast.core.messages import (
     Settled,
     StartMembers,
     StateOffered,
+    StateRefused,
     StepReached,
     WorkerFailed,
     WorkerHello,
@@ -39,6 +40,7 @@ from holdfast.core.step import StepMachine
 from holdfast.core.vote import Ballot, Tally
 from holdfast.exits import Exit
 from holdfast.sim.collectives import Collectives
+from holdfast.sim.memory import Memory
 from holdfast.sim.plant import Share, Store
 
 COMPUTE_S = 0.1
@@ -55,6 +57,7 @@ class Surroundings(Protocol):
     """What a worker needs of the world."""
 
     store: Store
+    memory: Memory
     collectives: Collectives
     world_size: int
     everyone: tuple[int, ...]
@@ -107,6 +110,7 @@ class SimWorker:
         self._ordered: SaveId | None = None
         self._tally: Tally | None = None
         self._released = False
+        self._floor = -1
 
     # ---------------------------------------------------------------- process
 
@@ -192,11 +196,21 @@ class SimWorker:
     # ---------------------------------------------------------------- training loop
 
     def _open(self) -> None:
-        self._open_at(self.world.store.newest_step(self._resume))
+        step, memory = self.world.store.newest_step(self._resume), self.world.memory
+        if self._resume.startswith(MEMORY):
+            wanted = int(self._resume.removeprefix(MEMORY))
+            if all(memory.verify(rank, wanted) for rank in self.world.everyone):  # what the ranks agree on
+                step = wanted
+                memory.load(self.rank, step)
+        self._open_at(step)
         self.world.collectives.group(self.machine.generation).members.add(self.member_id)
         self._next_step()
 
     def _open_at(self, step: int) -> None:
+        self.world.memory.keep_only(self.rank, step)
+        if self.world.memory.every and step not in self.world.memory.steps(self.rank):
+            self.world.memory.commit(self.rank, step, step)
+        self._floor = step
         self.applied = step
         self.opened = True
         opened = SessionOpened(
@@ -224,16 +238,25 @@ class SimWorker:
         """A newcomer takes its shard from a source that holds it, rehearses, and joins."""
         if self.opened or not self._joining:
             return
-        shards = self.world.store.shards
+        shards, memory = self.world.store.shards, self.world.memory
         holders = [int(r) for r in order.sources if int(r) % shards == self.rank % shards]
         found = [step for step in map(self.world.fetch, holders) if step is not None]
-        if not found:  # every holder has died since
+        if order.kept and not memory.verify(self.rank, order.step):
+            self._refuse(order.generation, order.step)
+            return
+        if not order.kept and not found:  # every holder has died since
             self._later(0.01, "exit", lambda: self.world.died(self, 1, None))
             return
+        applied = memory.load(self.rank, order.step) if order.kept else found[0]
         self._open_at(order.step)
-        self.applied = found[0]
+        self.applied = applied
         joined = Joined(member_id=self.member_id, generation=self.machine.generation, step=self.machine.step)
         self._later(self.world.jitter(0.05, 0.2), "join", lambda: self.send(joined))
+
+    def _refuse(self, generation: Generation, step: int) -> None:
+        self.send(
+            StateRefused(member_id=self.member_id, generation=generation, step=step, reason="a flipped bit")
+        )
 
     def _next_step(self) -> None:
         if self.machine.state != "ready":
@@ -296,6 +319,18 @@ class SimWorker:
             return
         self.applied = step + 1
         self.wrong |= self.world.collectives.group(self.machine.generation).round(step).wrong
+        memory = self.world.memory
+        if memory.due(step + 1):
+            memory.begin(self.rank)
+            self._later(self.world.jitter(0.001, 0.01), "keep", lambda: self._kept(step))
+            return
+        self._committed()
+
+    def _kept(self, step: int) -> None:
+        self.world.memory.commit(self.rank, step + 1, self.applied)
+        self._committed()
+
+    def _committed(self) -> None:
         self.machine.end_block()
         self._vouch()
         self._write_ordered()
@@ -325,6 +360,8 @@ class SimWorker:
         self._next_step()
 
     def _leave_loop(self, reason: str) -> None:
+        self._floor = -1
+
         def leave() -> None:
             self._save("exit" if reason == "exit" else "final")
             self._later(0.1, "finish", lambda: self._finish(reason))
@@ -413,11 +450,14 @@ class SimWorker:
         ):
             return
         self._settled = None
+        if settle.rewind >= 0 and not self.world.memory.verify(self.rank, settle.rewind):
+            self._refuse(settle.generation, settle.rewind)
+            return
         self.send(
             StateOffered(
                 member_id=self.member_id,
                 generation=settle.generation,
-                step=settle.step,
+                step=settle.step if settle.rewind < 0 else settle.rewind,
                 host="sim",
                 port=self.rank,
             )
@@ -515,6 +555,11 @@ class SimWorker:
 
     def _resumed(self, resume: Resume) -> None:
         waits = self._joining if self.machine.fenced is None else self.machine.fenced == resume.generation
+        if waits and resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
+            self._told = (resume.generation, self.machine.state, resume.step)
+            self.applied = self.world.memory.load(self.rank, resume.step)
+            self.world.memory.keep_only(self.rank, resume.step)
+            self.machine.rewind(resume.step)
         if not waits or not self.machine.retry(resume.generation):
             return
         self._joining = self._vouching = False
@@ -540,6 +585,11 @@ class SimWorker:
             return
         self._told = now
         settled = Settled(
-            member_id=self.member_id, generation=fenced, state=self.machine.state, step=self.machine.step
+            member_id=self.member_id,
+            generation=fenced,
+            state=self.machine.state,
+            step=self.machine.step,
+            kept=self.world.memory.steps(self.rank),
+            rewind=self._floor,
         )
         self.send(settled)

@@ -49,6 +49,7 @@ from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
 from holdfast.sim.injector import Injector
+from holdfast.sim.memory import Memory
 from holdfast.sim.plant import Store
 from holdfast.sim.worker import SimWorker
 
@@ -76,13 +77,18 @@ class World:
         ranks: world size; one node up to 8 ranks, two beyond.
         until: steps of the run.
         shards: distinct boxes; rank r holds box ``r % shards``.
+        memory: steps between two states that each rank keeps in memory; 0: none.
     """
 
     controller_type = Controller
     worker_type = SimWorker
     store_type = Store
 
-    def __init__(self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int) -> None:
+    memory_type = Memory
+
+    def __init__(
+        self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int, memory: int = 0
+    ) -> None:
         self.now = 0.0
         self.world_size = ranks
         self.everyone = tuple(range(ranks))
@@ -93,6 +99,7 @@ class World:
         )  # both rungs are searched
         self.checks = Checks(self)
         self.store = self.store_type(shards, self.checks.sealed)
+        self.memory = self.memory_type(memory, self.checks.loaded)
         self.journal: list[Record] = []
         self.workers: dict[MemberId, SimWorker] = {}
         self.seated: dict[int, SimWorker] = {}
@@ -479,6 +486,7 @@ class World:
             step=machine.step,
             detail=machine.state,
             died_ns=int(self.now * 1e9),
+            kept=self.memory.steps(worker.rank),
         )
 
 
@@ -504,6 +512,7 @@ def run_sim(
     *,
     until: int = 12,
     shards: int = 2,
+    memory: int = 0,
     world: type[World] = World,
 ) -> SimResult:
     """Simulate one run to its end.
@@ -511,7 +520,7 @@ def run_sim(
     Raises:
         Violation: an invariant is broken.
     """
-    scene = world(ranks, seed, faults, until, shards)
+    scene = world(ranks, seed, faults, until, shards, memory)
     scene.run()
     assert scene.outcome is not None
     steps = [int(str(r.data["step"])) for r in scene.journal if r.kind == "run_ended"]

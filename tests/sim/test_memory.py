@@ -1,0 +1,121 @@
+"""The memory tier under simulated faults: one rank per shard, kills at any moment, torn copies, damage, mutants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from holdfast.core.messages import RankState, Resume
+from holdfast.sim.checks import Violation
+from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.memory import Memory
+from holdfast.sim.worker import SimWorker
+from holdfast.sim.world import SimResult, World, run_sim
+
+RANKS = 4
+SEEDS = 150
+
+
+def run(seed: int, world: type[World] = World) -> SimResult:
+    """A job whose ranks hold their shards alone; states at every step, every other, or every third."""
+    rng = random.Random(seed)
+    faults = random_faults(rng, RANKS, 1.5, rng.randint(1, 4))
+    return run_sim(RANKS, seed, faults, shards=RANKS, memory=1 + seed % 3, world=world)
+
+
+def caught(world: type[World]) -> set[str]:
+    """Names of the checks that the first seeds raise."""
+    names = set()
+    for seed in range(SEEDS):
+        try:
+            run(seed, world)
+        except Violation as violation:
+            names.add(violation.name)
+    return names
+
+
+def test_a_lost_shard_comes_back_whatever_happens() -> None:
+    actions: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        found = run(seed)
+        assert found.code == 0, f"seed {seed}: {found.reason}"
+        actions.update(str(r.data["action"]) for r in found.records if r.kind == "verdict")
+    assert actions["replace_from_memory"] > 50 and actions["restart_from_memory"] > 20, actions
+    assert actions["replace"] == actions["restart_last_gasp"] == actions["stop_nothing_to_resume"] == 0, (
+        actions
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "every"), [("compute", 1), ("voting", 1), ("updating", 1), ("compute", 2), ("updating", 2)]
+)
+def test_what_a_loss_costs(state: RankState, every: int) -> None:
+    fault = SimFault(kind="kill", at_s=0.5, rank=2, state=state)
+    found = run_sim(RANKS, 4, (fault,), shards=RANKS, memory=every)
+    (restored,) = [r.data for r in found.records if r.kind == "restored"][1:]
+    (verdict,) = [r.data for r in found.records if r.kind == "verdict"]
+    assert verdict["action"] == "replace_from_memory"
+    step = int(str(verdict["step"]))
+    newest = step - 1 if state == "updating" else step  # what the dead one can have kept
+    assert restored["step"] == newest - newest % every
+    assert restored["steps_lost"] == step - int(str(restored["step"]))
+
+
+class Damaged(World):
+    """Every state of rank 2 is damaged before it is killed."""
+
+    def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
+        if worker.rank == 2 and killed_by == 9:
+            self.memory.damage(2)
+        super().died(worker, code, killed_by)
+
+
+def test_damaged_states_are_refused_and_the_disk_counts() -> None:
+    fault = SimFault(kind="kill", at_s=0.95, rank=2)
+    found = run_sim(RANKS, 4, (fault,), shards=RANKS, memory=1, world=Damaged)
+    assert found.code == 0, found.reason
+    actions = [r.data["action"] for r in found.records if r.kind == "verdict"]
+    assert actions[0] == "replace_from_memory" and actions[-1] == "restart_checkpoint", actions
+    assert any(r.kind == "state_refused" for r in found.records)
+
+
+def test_mutant_that_believes_a_damaged_state() -> None:
+    class Trusting(Memory):
+        def verify(self, rank: int, step: int) -> bool:
+            return step in self.steps(rank)
+
+    class Mutant(Damaged):
+        memory_type = Trusting
+
+    fault = SimFault(kind="kill", at_s=0.95, rank=2)
+    with pytest.raises(Violation) as violation:
+        run_sim(RANKS, 4, (fault,), shards=RANKS, memory=1, world=Mutant)
+    assert violation.value.name == "memory_is_one_step"
+
+
+def test_mutant_that_copies_over_the_newest_state_and_leaves_its_marker() -> None:
+    class Torn(Memory):
+        def begin(self, rank: int) -> None:
+            if slots := self._slots.get(rank):
+                slots[-1].applied = None
+
+    class Mutant(World):
+        memory_type = Torn
+
+    assert "memory_is_one_step" in caught(Mutant)
+
+
+def test_mutant_that_does_not_go_back_with_the_others() -> None:
+    class Stubborn(SimWorker):
+        def _resumed(self, resume: Resume) -> None:
+            if resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
+                self.world.memory.keep_only(self.rank, resume.step)
+                self.machine.rewind(resume.step)  # says so, and keeps its parameters
+            super()._resumed(resume)
+
+    class Mutant(World):
+        worker_type = Stubborn
+
+    assert "updates_what_it_holds" in caught(Mutant)
