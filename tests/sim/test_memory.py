@@ -58,8 +58,12 @@ def test_what_a_loss_costs(state: RankState, every: int) -> None:
     (verdict,) = [r.data for r in found.records if r.kind == "verdict"]
     assert verdict["action"] == "replace_from_memory"
     step = int(str(verdict["step"]))
-    newest = step - 1 if state == "updating" else step  # what the dead one can have kept
-    assert restored["step"] == newest - newest % every
+    (newest,) = [
+        int(str(r.data["step"])) for r in found.records if r.kind == "member_exited" and r.data["signal"] == 9
+    ]
+    assert restored["step"] == newest - newest % every, (
+        "what the lost one had kept before it died in that step"
+    )
     assert restored["steps_lost"] == step - int(str(restored["step"]))
 
 
