@@ -1,6 +1,6 @@
 """From the death of a worker to the next committed step: ours and torchrun's, interleaved, on the same model.
 
-    python bench/recovery.py [--rounds 20] [--torchrun-rounds 5] [--size 10m]
+    python bench/recovery.py [--rounds 20] [--torchrun-rounds 5] [--size 10m] [--spares 1]
 
 Ours: ``holdfast run`` on ``holdfast.drill.train``; a random rank is killed at a random moment of a random step.
 torchrun: ``bench/plain.py``, the same model and data, a checkpoint every 10 steps, as its own documentation shows; with
@@ -31,6 +31,7 @@ from holdfast.drill.trace import read_trace
 NPROC = 4
 STEPS = 32
 KILL_FROM, KILL_TO = 15, 25
+SPARE_STEPS = 15  # more, in which a spare is built
 
 
 def row(name: str, values: Sequence[float]) -> str:
@@ -41,16 +42,23 @@ def row(name: str, values: Sequence[float]) -> str:
     return f"| {name} | {len(values)} | {low:.3f} | {middle:.3f} | {high:.3f} |"
 
 
-def ours(base: Path, number: int, size: str, draw: random.Random) -> dict[str, float]:
-    """One kill under Holdfast; seconds by name."""
-    fault = Fault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO), MOMENT)
-    command = ["-m", "holdfast.drill.train", "--size", size, "--steps", str(STEPS)]
+def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -> dict[str, float]:
+    """One kill under Holdfast; seconds by name. With spares, when they are built."""
+    late = SPARE_STEPS if spares else 0
+    fault = Fault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
+    command = ["-m", "holdfast.drill.train", "--size", size, "--steps", str(STEPS + late)]
+    if spares:
+        command = ["--spares", str(spares), *command]
     runner = Runner(base, NPROC, command, lambda _name, _step, _done: None)
     outcome = runner.run(f"ours-{number:03d}", (), [fault], seed=number)
     (report,) = fault_reports(outcome.injected, outcome.events)
+    if spares:
+        assert [e.data["state"] for e in outcome.events if e.kind == "spare_called"] == ["ready"]
     assert outcome.code == 0 and report.resumed_s is not None and report.steps_lost == 0, report
     assert report.detected_s is not None and report.quiesced_s is not None
     found = {"detected": report.detected_s, "quiesced": report.quiesced_s, "resumed": report.resumed_s}
+    restored = [float(e.data["restored_s"]) for e in outcome.events if e.kind == "recovered"]
+    found["restored"] = restored[0]
     if report.freed_s:
         found["freed"] = report.freed_s
     return found
@@ -103,13 +111,16 @@ def main() -> None:
     parser.add_argument("--torchrun-rounds", type=int, default=5)
     parser.add_argument("--size", default="10m")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=0)
     given = parser.parse_args()
     draw = random.Random(given.seed)
-    found: dict[str, list[float]] = {"detected": [], "freed": [], "quiesced": [], "resumed": []}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("detected", "freed", "quiesced", "restored", "resumed")
+    }
     peers: list[tuple[float, int] | None] = []
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
         for number in range(given.rounds):
-            for name, seconds in ours(Path(directory), number, given.size, draw).items():
+            for name, seconds in ours(Path(directory), number, given.size, given.spares, draw).items():
                 found[name].append(seconds)
             if (
                 number * given.torchrun_rounds // given.rounds > len(peers) - 1
@@ -126,6 +137,7 @@ def main() -> None:
     if found["freed"]:
         print(row("last survivor out of its collective", found["freed"]))
     print(row("all survivors settled", found["quiesced"]))
+    print(row("everybody holds the state, the step begins again", found["restored"]))
     print(row("next committed step, Holdfast (0 steps lost)", found["resumed"]))
     lost = [steps for _, steps in back]
     never = len(peers) - len(back)

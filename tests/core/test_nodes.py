@@ -12,6 +12,7 @@ from holdfast.core.messages import (
     AgentHello,
     Catalogued,
     Finish,
+    LayoutPublished,
     MemberExited,
     MemberSeen,
     SaveReported,
@@ -222,3 +223,33 @@ def test_too_few_nodes_wait() -> None:
     drop(job, NodeId("node1"))
     assert job.controller.recovery.phase == "waiting"
     assert not any(r.kind == "resized" for r in job.records)
+
+
+def test_a_newcomer_takes_the_rank_of_a_lost_node_on_one_with_a_free_slot() -> None:
+    job = started()
+    places = job.controller.job.places
+    members = job.controller.job.roster.members
+    assert places(members) == {0: (A, 0), 1: (B, 0)}, "who can stay stays"
+    lose(job, B)
+    assert places([members[1]]) == {1: (C, 0)}
+    lose(job, B, C)
+    assert places([members[1]]) == {}
+
+
+def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
+    job = started()
+    roster = job.controller.job.roster
+
+    def publish(rank: int, version: int, generation: Generation) -> bool:
+        member_id = roster.members[rank].member_id
+        layout = LayoutPublished(
+            member_id=member_id, generation=generation, rank=rank, version=version, layout=b"{}"
+        )
+        return roster.publish(layout, 2) is not None
+
+    first, second = Generation(1, 1), Generation(1, 2)
+    assert not publish(1, 2, first), "rank 0 died before it published its second layout"
+    roster.generation = second  # its newcomer has joined
+    assert publish(0, 2, second)
+    roster.seat(Generation(1, 3), [])
+    assert not publish(0, 3, second), "after a restart of all, what was said before does not count"

@@ -82,7 +82,9 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
         assert [hosts.wait(1), hosts.wait(2)] == [0, 0], hosts.output(1)
         seats = [e.data["nodes"] for e in hosts.events(1, "generation_started")]
         assert seats == [["node0", "node1"], ["node2", "node1"]]
-        assert hosts.events(1, "verdict")[0].data["action"] == "restart_last_gasp"
+        assert hosts.events(1, "verdict")[0].data["action"] == "replace"
+        started = [e.data["member_id"] for e in hosts.events(1, "member_started")]
+        assert len(started) == 3, "the survivor kept its process"
         assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
     digests = {path.read_text() for path in tmp_path.glob("out-*")}
     assert digests == {alone(tmp_path, 70)}

@@ -14,6 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.core.ending import Ending
 from holdfast.core.fault import FaultKind
 from holdfast.core.history import Past
@@ -139,6 +141,9 @@ class Fleet:
                 f"{node_id} is lost ({reason}), only {heard} of {len(self.voters)} agents are heard"
             )
             return
+        for member in job.roster.members:
+            if member.node_id == node_id and member.exited is not None:
+                member.exited = msgspec.structs.replace(member.exited, kept=())  # that memory is gone too
         for member in job.roster.on_node(node_id):
             self._lose(now, member, f"went with its node: {reason}")
 

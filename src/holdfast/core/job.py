@@ -185,14 +185,33 @@ class Job:
         """The nodes that are heard, with their slots, in their order."""
         return [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
 
+    def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
+        """Node and local rank for a newcomer in place of each dead member, by rank; some are missing for want of room.
+
+        Its own node where that is there, else the first one with a free slot.
+        """
+        up = dict(self._up())
+        taken = {node: {m.local_rank for m in self.roster.on_node(node)} for node in up}
+        stay = [m for m in dead if m.node_id in up]
+        found = {m.rank: (m.node_id, m.local_rank) for m in stay}
+        for member in stay:
+            taken[member.node_id].add(member.local_rank)
+        for member in dead:
+            free = ((n, i) for n, slots in up.items() for i in range(slots) if i not in taken[n])
+            if member.rank not in found and (place := next(free, None)) is not None:
+                found[member.rank] = place
+                taken[place[0]].add(place[1])
+        return found
+
     def replace_members(self, dead: Sequence[Member]) -> None:
-        """Seat a newcomer in place of each dead member, on its node, in the newest generation."""
+        """Seat a newcomer in place of each dead member, in the newest generation; there must be room for all."""
+        places = self.places(dead)
         newcomers = [
             Member(
                 member_id=MemberId(self.last_member + 1 + i),
                 rank=old.rank,
-                local_rank=old.local_rank,
-                node_id=old.node_id,
+                local_rank=places[old.rank][1],
+                node_id=places[old.rank][0],
                 joining=True,
             )
             for i, old in enumerate(dead)
@@ -203,6 +222,7 @@ class Job:
             generation=str(self.generation),
             ranks=[m.rank for m in newcomers],
             members=[int(m.member_id) for m in newcomers],
+            nodes=[str(m.node_id) for m in newcomers],
         )
         for member in newcomers:
             self.roster.reseat(member)

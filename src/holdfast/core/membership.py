@@ -158,11 +158,15 @@ class Roster:
             if int(rank) not in self.layouts:
                 self.layouts[int(rank)] = LayoutPublished(
                     member_id=catalogued.member_id,
-                    generation=NO_GENERATION,
+                    generation=catalogued.generation,
                     rank=int(rank),
                     version=catalogued.version,
                     layout=layout,
                 )
+        if catalogued.generation >= self.since and all(
+            v.version == catalogued.version for v in self.layouts.values()
+        ):
+            self.catalogued_version = max(self.catalogued_version, catalogued.version)  # all have it
 
     def layouts_as_text(self) -> dict[str, bytes]:
         """The newest layout of each rank, by rank as text."""

@@ -44,8 +44,10 @@ class Replacement:
         if not living or not decided.sound or any(m.finished for m in job.roster.members):
             return "not every living rank stands at the step, inside its loop"
         dead = [m for m in job.roster.members if not m.alive]
-        if any(m.node_id not in job.slots or not job.liveness.is_up(m.node_id) for m in dead):
-            return "the node of a lost rank is gone"
+        places = job.places(dead)
+        homeless = next((m for m in dead if m.rank not in places), None)
+        if homeless is not None:
+            return f"{homeless.node_id} of rank {homeless.rank} is gone, and no other node has a free slot"
         return uncovered
 
     def _barred(self, living: Sequence[Member]) -> str:

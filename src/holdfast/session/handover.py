@@ -20,6 +20,7 @@ from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.settings import RunSettings
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import RankLayout
@@ -28,7 +29,7 @@ from holdfast.store.values import decode_values, encode_values
 
 log = logging.getLogger("holdfast")
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class Giver:
@@ -59,6 +60,7 @@ class Giver:
         self._collect = collect
         self._values = values
         self._server: StateServer | None = None
+        self._host = _reachable(client)
 
     def give(self, settle: Settle) -> None:
         """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread."""
@@ -77,7 +79,7 @@ class Giver:
             collected = self._collect(self._boundary(settle))
             values = encode_values(dict(self._values(collected)))
             server = StateServer(collected.view, values, _token(self._client))
-            port = server.start(HOST)
+            port = server.start(self._host)
         except HoldfastError as error:
             log.error(
                 "holdfast: this rank cannot give its state: %s", error
@@ -90,7 +92,7 @@ class Giver:
     def _offer(self, generation: Generation, step: int, port: int) -> None:
         self._client.send(
             StateOffered(
-                member_id=self._client.member_id, generation=generation, step=step, host=HOST, port=port
+                member_id=self._client.member_id, generation=generation, step=step, host=self._host, port=port
             )
         )
 
@@ -130,6 +132,14 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     restore.finish()
     local = _values(order.local) if order.local else {}
     return Resumed(Path("peers"), order.step, values["session"], local)
+
+
+def _reachable(client: Client) -> str:
+    """The address at which newcomers find this process: loopback, unless they may be on other hosts."""
+    if client.run_dir is None:
+        return LOOPBACK
+    settings = RunSettings.load(client.run_dir)
+    return settings.bind if settings.several and not settings.library else LOOPBACK
 
 
 def _values(data: bytes) -> dict[str, Any]:

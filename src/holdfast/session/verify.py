@@ -132,6 +132,7 @@ class Verifier:
         if version == self._version or not layouts or not isinstance(adapter, ComparesCopies):
             return False
         self._version = version
+        self._collected = None  # of the layouts before: whoever asked for these, the next vote collects anew
         catalogue = Catalogue.from_encoded({int(r): data for r, data in layouts.items()})
         self._copies = Copies(catalogue, adapter.rank, adapter.compares, self._every)
         return True
