@@ -82,6 +82,7 @@ bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minu
 	$(VENV)/bin/python bench/watching.py
 	$(VENV)/bin/python bench/hangs.py
 	$(VENV)/bin/python bench/store.py
+	$(VENV)/bin/python bench/store_load.py
 	$(VENV)/bin/python bench/planning.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)

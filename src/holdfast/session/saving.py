@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Catalogue
+from holdfast.store.local import threads_of_rank
 from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
@@ -51,7 +51,6 @@ SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SEAL_POLL_S = 0.02
 
-WRITER_THREADS_MAX = 4
 
 Values = Callable[[Collected], dict[str, object]]
 Locals = Callable[[], dict[str, object]]
@@ -118,7 +117,7 @@ class Saver:
             )
         self._background = BackgroundSaver(
             self._done,
-            threads=writer_threads(),
+            threads=threads_of_rank(),
             pin=adapter.pin if isinstance(adapter, PinsMemory) else None,
         )
 
@@ -246,7 +245,7 @@ class Saver:
             return False
         self._background.wait()
         started_s = time.perf_counter()
-        threads = writer_threads()
+        threads = threads_of_rank()
         written = write_share(root, save_id, catalogue, made, rank, collected, values, own, threads=threads)
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
@@ -419,9 +418,3 @@ class Saver:
             log.error("holdfast: step %d was not saved: %s", save_id.step, error)
         else:
             self._done(save_id, written)
-
-
-def writer_threads() -> int:
-    """Extents that one rank hashes and writes at a time: the node's cores, shared by its ranks."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(WRITER_THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from holdfast.store.place import Place
 
@@ -50,6 +50,14 @@ class SourceFile(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """What a :class:`SourceFile` may also be: one whose bytes may be in memory already."""
+
+    def view(self, offset: int, size_bytes: int) -> memoryview | None:
+        """The bytes where they are, for use at once; None: they must be read."""
 
 
 class Attempt(Protocol):

@@ -37,9 +37,16 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None when it has no element."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(map(lambda a, b, o: min(a, b) - o, self.ends, other.ends, offsets))
-        return None if any(s <= 0 for s in sizes) else Box(offsets, sizes)
+        offsets: list[int] = []
+        sizes: list[int] = []
+        for a, a_size, b, b_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            offset = max(a, b)
+            size = min(a + a_size, b + b_size) - offset
+            if size <= 0:
+                return None
+            offsets.append(offset)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
         """True when every element of ``other`` is in this box."""

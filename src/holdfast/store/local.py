@@ -20,8 +20,18 @@ from holdfast.store import manifest as form
 from holdfast.store.base import Put
 from holdfast.store.direct import DirectFile
 from holdfast.store.files import Directory, read_at, reading, sync_directory, write_at, writing
+from holdfast.store.mapped import Mapped
 
 _DOOMED_PREFIX = ".removing-"
+
+
+THREADS_MAX = 4
+
+
+def threads_of_rank() -> int:
+    """Extents that one rank hashes and moves at a time: the node's cores, shared by its ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
 
 
 class LocalFile:
@@ -31,10 +41,16 @@ class LocalFile:
         self.path = path
         self.size_bytes = size_bytes
         self._fd = fd
+        self._mapped = Mapped(fd, size_bytes)
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
         """As :meth:`SourceFile.read_at`."""
-        read_at(self._fd, offset, buffers, self.path)
+        if not self._mapped.copy(offset, buffers):
+            read_at(self._fd, offset, buffers, self.path)
+
+    def view(self, offset: int, size_bytes: int) -> memoryview | None:
+        """As :meth:`InMemory.view`."""
+        return self._mapped.view(offset, size_bytes)
 
     def close(self) -> None:
         """As :meth:`SourceFile.close`."""

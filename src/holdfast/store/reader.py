@@ -2,7 +2,8 @@
 
 Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
 stored box is read in extents, because an extent is what a digest covers. An extent that is contiguous in the
-target is read into place, others go through a scratch buffer. Adjacent extents are read by one call. An extent
+target is read into place, others are scattered from a scratch buffer, or from the page cache. Adjacent extents are
+read by one call, and hashed while the processor has them in its cache. An extent
 that fails its digest excludes its stored box, and what it should have given is asked from another copy.
 
 Invariants:
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from math import prod
 
 import msgspec
@@ -26,15 +28,16 @@ import xxhash
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
-from holdfast.store.base import Attempt, SourceFile
+from holdfast.store.base import Attempt, InMemory, SourceFile
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_regions, subtract
+from holdfast.store.local import threads_of_rank
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
 from holdfast.store.speakers import speakers
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_values
 
-BATCH_SIZE_BYTES = 16 * 1024 * 1024
+BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
@@ -101,7 +104,7 @@ def load_into(
     known: Iterable[str] = (),
     optional: Sequence[str] = (),
     strict: bool = True,
-    threads: int = 4,
+    threads: int = 0,
 ) -> LoadReport:
     """Fill the targets from the checkpoint in directory ``path``.
 
@@ -110,7 +113,7 @@ def load_into(
         known: names of tensors that other ranks load (pipeline stages, experts).
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
         strict: other names may not be missing on either side; another shape or dtype is refused in any case.
-        threads: reads in flight.
+        threads: extents read, hashed and placed at the same time; 0: the node's cores, shared by its ranks.
 
     Raises:
         CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
@@ -125,7 +128,7 @@ def load_into(
         found = _compare(index.catalogue, wanted, known)
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
-        loader = Loader(directory, index, threads)
+        loader = Loader(directory, index, threads or threads_of_rank())
         loader.load([(t, t.box) for t in filled if t.box.numel])
     return LoadReport(
         index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
@@ -287,17 +290,26 @@ class Loader:
             files.setdefault(batch[0].stored.name, []).append(batch)
         bad: list[_Bad] = []
         names = list(files)
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-read") as pool:
-            for first in range(0, len(names), FILES_OPEN_MAX):
-                work: list[tuple[SourceFile, list[_Read]]] = []
-                with ExitStack() as opened:
-                    for name in names[first : first + FILES_OPEN_MAX]:
-                        file = opened.enter_context(self.directory.open_file(name))
-                        work += [(file, batch) for batch in files[name]]
-                    for found in pool.map(_perform, work):
-                        bad += found
+        for first in range(0, len(names), FILES_OPEN_MAX):
+            work: list[tuple[SourceFile, list[_Read]]] = []
+            with ExitStack() as opened:
+                for name in names[first : first + FILES_OPEN_MAX]:
+                    file = opened.enter_context(self.directory.open_file(name))
+                    work += [(file, batch) for batch in files[name]]
+                bad += self._perform_all(work)
         self.read_size_bytes += sum(read.size_bytes for read in reads)
         return bad
+
+    def _perform_all(self, work: Sequence[tuple[SourceFile, list[_Read]]]) -> list[_Bad]:
+        """Perform batches, one part of them per thread: neighbours in a file stay with one thread."""
+        count = min(self.threads, len(work))
+        if count <= 1:
+            return _perform(work)
+        edges = [len(work) * n // count for n in range(count + 1)]
+        parts = [work[a:b] for a, b in pairwise(edges)]
+        with ThreadPoolExecutor(count - 1, thread_name_prefix="holdfast-read") as pool:
+            others = [pool.submit(_perform, part) for part in parts[1:]]
+            return [*_perform(parts[0]), *(bad for other in others for bad in other.result())]
 
 
 def _reads(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> list[_Read]:
@@ -351,6 +363,7 @@ def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
         adjacent = (
             previous is not None
             and previous.stored.name == read.stored.name
+            and (previous.into is None) == (read.into is None)
             and previous.start + previous.size_bytes == read.start
             and size_bytes + read.size_bytes <= BATCH_SIZE_BYTES
         )
@@ -363,28 +376,32 @@ def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
     return batches
 
 
-def _perform(work: tuple[SourceFile, list[_Read]]) -> list[_Bad]:
-    """Read one batch, verify every extent, scatter those that are not in place; returns the bad ones."""
-    file, batch = work
-    scratch = memoryview(bytearray(sum(read.size_bytes for read in batch if read.into is None)))
-    buffers: list[memoryview] = []
-    used = 0
-    for read in batch:
-        if read.into is not None:
-            buffers.append(read.into)
-        else:
-            buffers.append(scratch[used : used + read.size_bytes])
-            used += read.size_bytes
-    try:
-        file.read_at(batch[0].start, buffers)
-    except CheckpointInvalid as error:
-        return [_Bad(read, error.message) for read in batch]
+def _perform(work: Iterable[tuple[SourceFile, list[_Read]]]) -> list[_Bad]:
+    """Read batches, verify every extent, scatter those that are not in place; returns the bad ones."""
     bad: list[_Bad] = []
-    for read, buffer in zip(batch, buffers, strict=True):
-        if xxhash.xxh3_64_hexdigest(buffer) != read.digest:
-            bad.append(_Bad(read, bad_extent(file.path, read.stored.record, read.start, read.size_bytes)))
-        elif read.into is None:
-            _scatter(read, buffer)
+    scratch = memoryview(b"")
+    for file, batch in work:
+        start, size_bytes = batch[0].start, sum(read.size_bytes for read in batch)
+        data = None
+        if batch[0].into is not None:
+            buffers = [read.into for read in batch if read.into is not None]
+        else:
+            data = file.view(start, size_bytes) if isinstance(file, InMemory) else None
+            if data is None and len(scratch) < size_bytes:
+                scratch = memoryview(bytearray(size_bytes))
+            whole = scratch if data is None else data
+            buffers = [whole[read.start - start : read.start - start + read.size_bytes] for read in batch]
+        try:
+            if data is None:
+                file.read_at(start, buffers)
+        except CheckpointInvalid as error:
+            bad += [_Bad(read, error.message) for read in batch]
+            continue
+        for read, buffer in zip(batch, buffers, strict=True):
+            if xxhash.xxh3_64_hexdigest(buffer) != read.digest:
+                bad.append(_Bad(read, bad_extent(file.path, read.stored.record, read.start, read.size_bytes)))
+            elif read.into is None:
+                _scatter(read, buffer)
     return bad
 
 

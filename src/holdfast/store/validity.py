@@ -177,8 +177,9 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
         lines = [broken[entry.name] for entry in manifest.files]
         damage += filter(None, lines)
         intact = [not line or (not headers and line.endswith(_BAD_HEADER)) for line in lines]
+        place = where / form.rank_name(rank)
         for record in manifest.tensors:
-            _check_known(record, catalogue, where / form.rank_name(rank))
+            _check_known(record, catalogue, place)
             if intact[record.file]:
                 stored = Stored(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
                 boxes.setdefault(record.fqn, []).append(stored)
