@@ -30,7 +30,7 @@ from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
 from holdfast.store.base import Attempt, InMemory, SourceFile
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_regions, subtract
-from holdfast.store.local import threads_of_rank
+from holdfast.store.local import THREADS_MAX, LocalAttempt, threads_of_rank
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
 from holdfast.store.speakers import speakers
@@ -38,6 +38,7 @@ from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_values
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
+REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
@@ -113,7 +114,7 @@ def load_into(
         known: names of tensors that other ranks load (pipeline stages, experts).
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
         strict: other names may not be missing on either side; another shape or dtype is refused in any case.
-        threads: extents read, hashed and placed at the same time; 0: the node's cores, shared by its ranks.
+        threads: reads at the same time; 0: the node's cores, shared by its ranks (a few from another machine).
 
     Raises:
         CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
@@ -128,7 +129,7 @@ def load_into(
         found = _compare(index.catalogue, wanted, known)
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
-        loader = Loader(directory, index, threads or threads_of_rank())
+        loader = Loader(directory, index, threads)
         loader.load([(t, t.box) for t in filled if t.box.numel])
     return LoadReport(
         index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
@@ -218,7 +219,9 @@ class Loader:
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
         self.directory = directory
         self.index = index
-        self.threads = threads
+        local = isinstance(directory, LocalAttempt)
+        self.threads = threads or (threads_of_rank() if local else THREADS_MAX)
+        self.batch_size_bytes = BATCH_SIZE_BYTES if local else REMOTE_BATCH_SIZE_BYTES
         self.healed: list[str] = []
         self.read_size_bytes = 0
 
@@ -286,7 +289,7 @@ class Loader:
         """Perform the reads, batch by batch, a bounded number of files open at a time."""
         reads.sort(key=lambda r: (r.stored.name, r.start))
         files: dict[str, list[list[_Read]]] = {}
-        for batch in _batches(reads):
+        for batch in _batches(reads, self.batch_size_bytes):
             files.setdefault(batch[0].stored.name, []).append(batch)
         bad: list[_Bad] = []
         names = list(files)
@@ -354,7 +357,7 @@ def _place(
     return target.buffer[start * item : stop * item]
 
 
-def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
+def _batches(reads: Sequence[_Read], limit_bytes: int) -> list[list[_Read]]:
     """Group reads of adjacent bytes of one file into single calls."""
     batches: list[list[_Read]] = []
     size_bytes = 0
@@ -365,7 +368,7 @@ def _batches(reads: Sequence[_Read]) -> list[list[_Read]]:
             and previous.stored.name == read.stored.name
             and (previous.into is None) == (read.into is None)
             and previous.start + previous.size_bytes == read.start
-            and size_bytes + read.size_bytes <= BATCH_SIZE_BYTES
+            and size_bytes + read.size_bytes <= limit_bytes
         )
         if adjacent:
             batches[-1].append(read)
