@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,8 @@ class Faults:
         self.die = self._at(arguments.die, rank)
         self.ask = self._at(arguments.ask_exit, rank)
         self.die_all = arguments.die_all
+        self.die_late = self._at(arguments.die_late, rank)
+        self.tear = self._at(arguments.tear, rank)
         self.die_copying = self._at(arguments.die_copying, rank)
         self.rot = arguments.rot
 
@@ -192,6 +196,16 @@ class Faults:
                 file.seek(4096)
                 file.write(bytes([byte ^ 16]))
 
+    def run_late(self, step: int) -> None:
+        """After the update, before the end of the block: die, or fall over the loss of the one that died."""
+        if step == self.die_late:
+            os.kill(os.getpid(), 9)
+        if step == self.tear:
+            until_s = time.monotonic() + 30
+            while not fabric().poisoned and time.monotonic() < until_s:
+                time.sleep(0.001)
+            raise RuntimeError("the update is torn")
+
     def _kill_all(self, place: Path) -> None:
         """Rank 0 kills everybody at once, when all are there; nobody is left to tell of the fault."""
         while len(markers := sorted(place.glob("fault-*"))) < 4 or not all(m.read_text() for m in markers):
@@ -215,6 +229,8 @@ def main() -> None:
         parser.add_argument(name, action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--die", default="")
+    parser.add_argument("--die-late", default="")
+    parser.add_argument("--tear", default="")
     parser.add_argument("--die-all", type=int, default=-1)
     parser.add_argument("--die-copying", default="")
     parser.add_argument("--ask-exit", default="")
@@ -232,9 +248,10 @@ def main() -> None:
     loader = DataLoader(data, BATCH, sampler=sampler, num_workers=2)
     arguments.result.mkdir(parents=True, exist_ok=True)
 
-    def update(batch: Any) -> None:
+    def update(batch: Any, late: Callable[[], None] = lambda: None) -> None:
         gradients(run, wrapped, batch)
         optimizer.step()
+        late()
         scheduler.step()
         optimizer.zero_grad()
 
@@ -265,7 +282,7 @@ def main() -> None:
                     before = identity(wrapped)
                 with step_ as batch:
                     faults.run(step_.number, arguments.result / f"fault-{rank}")
-                    update(batch)
+                    update(batch, partial(faults.run_late, step_.number))
     # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
     text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
     facts = {"digest": text, "pid": os.getpid(), "before": before, "after": identity(wrapped)}

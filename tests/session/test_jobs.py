@@ -102,6 +102,15 @@ def test_killed_rank_loses_nothing(
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == (1 if rung == "replace" else 2)
 
 
+def test_a_torn_survivor_is_replaced_too(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+    """Rank 1 dies in its update, rank 2 leaves its own half done; the two that have committed give both the state."""
+    got = start("holdfast", tmp_path, "--layout", "ddp", "--die-late", "1@4", "--tear", "2@4")
+    assert got.code == 0, got.output
+    assert got.digests == bare("ddp").digests
+    assert [verdict["data"]["action"] for verdict in events(tmp_path, "verdict")] == ["replace"]
+    assert [event["data"]["ranks"] for event in events(tmp_path, "members_replaced")] == [[1, 2]]
+
+
 def test_survivors_stay_what_they_are(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     """Process, model, parameters' memory and compiled code are those of before; the newcomer compiles for itself."""
     got = start("holdfast", tmp_path, "--layout", "ddp", "--compiled", "--die", "1@4")
