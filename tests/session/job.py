@@ -216,8 +216,8 @@ class Faults:
         time.sleep(60)
 
 
-def main() -> None:
-    """Train."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", default="ddp")
     parser.add_argument("--steps", type=int, default=12)
@@ -234,7 +234,12 @@ def main() -> None:
     parser.add_argument("--die-all", type=int, default=-1)
     parser.add_argument("--die-copying", default="")
     parser.add_argument("--ask-exit", default="")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    arguments = parse()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     if world > 1:

@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--until", type=int, default=1000)
+    parser.add_argument("--fewer", type=int, default=-1, help="rank whose dataset lacks a sample")
+    parser.add_argument("--shift", type=int, default=0, help="added to every sample")
     parser.add_argument("--seen", type=Path, required=True)
     arguments = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,7 +34,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
         net = DistributedDataParallel(net)
-    data = TensorDataset(torch.arange(SAMPLES))
+    data = TensorDataset(torch.arange(SAMPLES - int(rank == arguments.fewer)) + arguments.shift)
     sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, seed=3)
     loader = DataLoader(data, arguments.batch, sampler=sampler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)

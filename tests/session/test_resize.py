@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.exits import Exit
 from tests.session.resize_job import SAMPLES
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -17,25 +18,35 @@ JOB = str(Path(__file__).with_name("resize_job.py"))
 HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 
 
+def train(where: Path, nproc: int, *arguments: str) -> tuple[int, str]:
+    """Exit code and output; who was seen stands in a file."""
+    done = subprocess.run(
+        [HOLDFAST, "run", "--nproc-per-node", str(nproc), JOB, "--checkpoint", str(where / "ckpts"),
+         "--seen", str(where / "seen"), *arguments],
+        cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
 def test_two_ranks_then_four_then_one(tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-
-    def train(nproc: int, *arguments: str) -> str:
-        done = subprocess.run(
-            [HOLDFAST, "run", "--nproc-per-node", str(nproc), JOB, "--checkpoint", str(tmp_path / "ckpts"),
-             "--seen", str(seen), *arguments],
-            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    train(2, "--batch", "3", "--until", "2")
-    said = train(4, "--batch", "3", "--until", "3")
-    assert "resumed at step 2" in said
+    code, said = train(tmp_path, 2, "--batch", "3", "--until", "2")
+    assert code == 0, said
+    code, said = train(tmp_path, 4, "--batch", "3", "--until", "3")
+    assert code == 0 and "resumed at step 2" in said, said
     assert "a step of the checkpoint's job had 6 samples, one of this job has 12" in said
     assert "give the loader 0.5 times the batch size" in said
-    said = train(1, "--batch", "4")
-    assert "accumulate 3 batches per step" in said
-    numbers = [int(line) for line in seen.read_text().split()]
+    code, said = train(tmp_path, 1, "--batch", "4", "--shift", "100")
+    assert code == 0 and "accumulate 3 batches per step" in said, said
+    assert (
+        "as many samples (48), but other ones" in said
+    )  # numbers from 100 on, where there were those from 0 on
+    numbers = [int(line) % 100 for line in (tmp_path / "seen").read_text().split()]
     assert sorted(numbers) == list(range(SAMPLES))
+
+
+def test_ranks_with_different_data_are_told(tmp_path: Path) -> None:
+    code, said = train(tmp_path, 2, "--batch", "3", "--fewer", "1")
+    assert code == Exit.BAD_INPUT, said
+    assert "draw from different datasets: here are" in said and "the same files on every node" in said
+    assert not (tmp_path / "seen").exists()

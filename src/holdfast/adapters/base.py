@@ -36,6 +36,22 @@ class Restore(Protocol):
         """The boxes are filled and verified: put everything into place."""
 
 
+class DataIdentity(NamedTuple):
+    """What is known of a dataset: ``content`` is a digest, or empty; ``shared``: every rank must have the same."""
+
+    length: int
+    content: str
+    shared: bool
+
+    def differs(self, other: DataIdentity) -> str:
+        """In words, or empty."""
+        if self.length != other.length:
+            return f"{self.length} samples, not {other.length}"
+        if self.content and other.content and self.content != other.content:
+            return f"as many samples ({self.length}), but other ones"
+        return ""
+
+
 class Feed(Protocol):
     """Batches, epoch after epoch."""
 
@@ -51,6 +67,9 @@ class Feed(Protocol):
 
     def local_state(self) -> Plain:
         """The part of the position that only this rank knows, or None."""
+
+    def identity(self) -> DataIdentity | None:
+        """Which data it draws from, when that can be told."""
 
     def draw(self, epochs: int | None = None) -> Any:
         """The next batch. Raises StopIteration after ``epochs`` epochs."""

@@ -20,6 +20,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
 from holdfast.errors import StepError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.rank import Rank
 from holdfast.session.step import Step
 from holdfast.store.values import encode_values
@@ -45,6 +46,7 @@ class Loops:
         self._returns = returns
         self._count = 0
         self._feed: Feed | None = None
+        self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._epochs: int | None = None
         self._began: tuple[Any, dict[str, Plain]] = (
             None,
@@ -71,7 +73,8 @@ class Loops:
         loop = self.place["loop"]
         self.stand_at(session, local)
         if self.place["loop"] != loop:  # the state is of the moment at which this loop began
-            self.place, self.local = {"loop": loop, "at": self._began[0]}, dict(self._began[1])
+            self.place = {"loop": loop, "at": self._began[0], "data": self._data}
+            self.local = dict(self._began[1])
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
         self._drawn = -1
@@ -98,10 +101,12 @@ class Loops:
         if saved_loop > loop:
             return  # the checkpoint was written in a later loop of the script
         feed = self._feed = None if loader is None else self._adapter.feed(loader)
+        self._data = self._compare(feed, loop)
         if feed is not None and saved_loop == loop:
             self._seek(feed)
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
+        self.place["data"] = self._data
         self._drawn, self._epochs = -1, epochs
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
@@ -113,6 +118,16 @@ class Loops:
             self._feed = None
             if feed is not None:
                 feed.close()
+
+    def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
+        """What the data of this loop is, as far as known. Raises: UsageError when another rank has other data."""
+        now = None if feed is None else feed.identity()
+        if now is None:
+            return None
+        compare_with_ranks(self._rank.client, self._adapter.rank, loop, now)
+        if self.place["loop"] == loop:
+            compare_with_checkpoint(self.place.get("data"), now)
+        return [now.length, now.content]
 
     def _seek(self, feed: Feed) -> None:
         at = self.place["at"]

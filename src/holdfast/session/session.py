@@ -413,7 +413,9 @@ class Session:
             epochs: stop after this many passes over the loader; 1 when neither is given.
 
         Raises:
-            UsageError: neither a loader nor ``until``, or a loader that cannot be iterated.
+            UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
+                have different datasets: another length or, where that is only memory, another content. A dataset that
+                is code may say who it is by an attribute ``fingerprint``, for instance the checksum of its file.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """

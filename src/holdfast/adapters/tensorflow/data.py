@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from holdfast.adapters.base import DataIdentity
 from holdfast.adapters.values import Plain
 from holdfast.errors import EmptyLoaderError, UsageError
 
@@ -47,6 +48,10 @@ class DatasetFeed:
         """Go to a position."""
         self.epoch, self._batch = place["epoch"], place["batch"]
         self._iterator = None
+
+    def identity(self) -> DataIdentity | None:
+        """None: a pipeline, not a list."""
+        return None
 
     def local_state(self) -> Plain:
         """None: the position is the same on all workers."""

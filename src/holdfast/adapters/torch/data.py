@@ -26,6 +26,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.adapters.base import DataIdentity
+from holdfast.adapters.torch.dataset import identity
 from holdfast.adapters.torch.order import Deal, Order, Seeded, SeededBatches
 from holdfast.adapters.torch.rng import fetch_seed, order_seed, seed_all
 from holdfast.adapters.values import Plain, join, split
@@ -46,6 +48,9 @@ class Source(Protocol):
     """Batches of one epoch, from any position."""
 
     length: int | None  # batches per epoch of this rank, when it can be known
+
+    def identity(self) -> DataIdentity | None:
+        """What is known of the dataset."""
 
     def words(self, position: Position) -> dict[str, int]:
         """What a place says beside the position, for a job of another size."""
@@ -92,6 +97,10 @@ class Feed:
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
             self._source.restore_local(local)
+
+    def identity(self) -> DataIdentity | None:
+        """What is known of the dataset."""
+        return self._source.identity()
 
     def local_state(self) -> Plain:
         """Rank-local part of the position (see :class:`StatefulSource`), or None."""
@@ -235,6 +244,11 @@ class MapSource:
             **order,
         )
 
+    def identity(self) -> DataIdentity | None:
+        """Ranks that a sampler deals to share one dataset."""
+        deal = self._order.deal
+        return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
+
     def words(self, position: Position) -> dict[str, int]:
         """``seen``: samples of the epoch that the job has drawn; ``share``: with one batch of each rank."""
         deal = self._order.deal
@@ -299,6 +313,10 @@ class _PlacedSource(MapSource):
 
 class _Counted:
     """A source that only knows how many batches this rank has drawn."""
+
+    def identity(self) -> DataIdentity | None:
+        """Nothing: an iterable."""
+        return None
 
     def words(self, position: Position) -> dict[str, int]:
         """Nothing."""

@@ -1,0 +1,58 @@
+"""Whether all ranks, and the job that wrote the checkpoint, draw from the same data.
+
+Theory. Ranks that a sampler deals to must have the same dataset: one that is shorter ends its epoch earlier, other
+samples are trained on twice or never. The first rank to come says what it has, all others compare: no collective, so a
+newcomer does it alone. With the checkpoint a difference may be meant (more data), so it is only said.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from holdfast.adapters.base import DataIdentity
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.runtime.client import Client
+from holdfast.store.values import decode_values, encode_values
+
+log = logging.getLogger("holdfast")
+
+
+def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataIdentity) -> None:
+    """Compare with what the first rank that opened this loop has.
+
+    Raises:
+        UsageError: it has other data.
+    """
+    if client is None or not mine.shared:
+        return
+    words = encode_values([rank, *mine], "data")
+    reply = client.kv("compare_set", (f"holdfast/data/{loop}",), value=words)
+    if reply.error:
+        log.warning("holdfast: the data of the ranks was not compared: %s", reply.error)
+        return
+    other, *theirs = _words(reply.value)
+    if difference := mine.differs(DataIdentity(*theirs)):
+        raise UsageError(
+            f"rank {rank} and rank {other} draw from different datasets: here are {difference}",
+            hint="give every rank the same dataset (the same files on every node)",
+        )
+
+
+def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
+    """Warn when the checkpoint was written by a job that drew from other data; ``saved`` as it was written."""
+    if not isinstance(saved, list) or len(saved) != 2:
+        return
+    if difference := now.differs(DataIdentity(saved[0], saved[1], now.shared)):
+        log.warning(
+            "holdfast: this is not the dataset that the checkpoint's job drew from: it has %s; the place in it means "
+            "other samples now",
+            difference,
+        )
+
+
+def _words(data: bytes) -> list[Any]:
+    words = decode_values(data, "data of another rank")
+    if not isinstance(words, list) or len(words) != 4:
+        raise ProtocolError("another rank said nonsense of its data")
+    return words
