@@ -12,7 +12,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store fuzz-store chaos partitions bench clean storm
+.PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions bench clean storm
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -70,6 +70,9 @@ s3: venv  ## all tests with a real S3 server on loopback: races, kills in the mi
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000
+
+soak-s3: venv  ## 200 of them with a server of objects (5 minutes)
+	$(VENV)/bin/python -m tests.store.soak --kills 200 --s3
 
 fuzz-store: venv  ## 20,000 changes of each kind to the files of a checkpoint: refused, or without effect (12 minutes)
 	MALLOC_ARENA_MAX=1 $(VENV)/bin/python -m tests.hostile.fuzz --examples 20000

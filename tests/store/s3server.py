@@ -59,6 +59,12 @@ def make_bucket(url: str, name: str) -> None:
         assert reply.status == 200
 
 
+def reset(url: str) -> None:
+    """Forget everything."""
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")) as reply:
+        assert reply.status == 200
+
+
 def environment(url: str, retry_s: float = 60.0) -> dict[str, str]:
     """What a client of the server at ``url`` needs."""
     return {

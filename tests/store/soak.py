@@ -1,5 +1,7 @@
 """Random kills of saving processes: ``python -m tests.store.soak --kills 1000`` (``make soak-store``).
 
+With ``--s3`` they save to a server of objects on loopback, and what the dead have left behind stays as it is.
+
 Each trial is a job of two ranks that save one step after the other, as fast as they can, through writer processes of
 their own. At a random moment somebody is killed: one worker, one writer, a worker with its writer, both workers, or all
 four processes. Then the rest is ended and the writers are waited for. What must hold after every trial:
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,20 +27,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import HoldfastError
 from holdfast.store.background import BackgroundSaver
+from holdfast.store.place import Place, Url
 from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
 from holdfast.store.root import Root
 from holdfast.store.writer import Written
+from tests.store import s3server
 from tests.store.worlds import World, random_array, replicated
 
 RANKS = 2
 DELAY_S_MAX = 0.12
+SLOWER = 5
+"""How many times as long a save to a server may take."""
 BOUND_S = 60.0
 TARGETS = ("worker", "writer", "worker and its writer", "both workers", "everything")
 MARK = "HOLDFAST_SOAK_ROOT"
@@ -51,7 +59,7 @@ def world_at(step: int) -> World:
     return replicated(RANKS, arrays)
 
 
-def work(root: Path, rank: int, report: int) -> NoReturn:
+def work(root: Place, rank: int, report: int) -> NoReturn:
     """One rank: save and tell, for ever. Reports are lines: ``writer PID``, ``staged STEP``, ``done STEP SEALED``."""
 
     def tell(*words: object) -> None:
@@ -80,7 +88,7 @@ def work(root: Path, rank: int, report: int) -> NoReturn:
 class Rank:
     """A running worker and what it has said so far."""
 
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, root: Place, rank: int) -> None:
         read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -138,7 +146,7 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def writers_of(root: Path) -> list[int]:
+def writers_of(root: Place) -> list[int]:
     """Writer processes of this trial, those too that replaced another one a moment before their worker died."""
     mark, found = f"{MARK}={root}".encode(), []
     for entry in os.listdir("/proc"):
@@ -171,14 +179,25 @@ def strike(target: str, ranks: list[Rank], draw: random.Random) -> None:
         wait_for("the replaced writer goes on", lambda: chosen.newest("done") >= before + 2)
 
 
-def trial(target: str, draw: random.Random) -> str:
-    """One job, one strike; returns which state was found."""
+@contextmanager
+def fresh_root(server: str) -> Iterator[Place]:
+    """An empty root: in a directory, or on the server of this URL, which forgets everything else."""
+    if server:
+        s3server.reset(server)
+        s3server.make_bucket(server, "soak")
+        yield Url.parse(f"s3://soak/{secrets.token_hex(8)}")
+        return
     with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as name:
-        root = Path(name)
+        yield Path(name)
+
+
+def trial(target: str, draw: random.Random, server: str) -> str:
+    """One job, one strike; returns which state was found."""
+    with fresh_root(server) as root:
         ranks = [Rank(root, number) for number in range(RANKS)]
         try:
             wait_for("first saves", lambda: all(rank.newest("done") >= READY_STEP for rank in ranks))
-            time.sleep(draw.uniform(0.0, DELAY_S_MAX))
+            time.sleep(draw.uniform(0.0, DELAY_S_MAX * (SLOWER if server else 1)))
             strike(target, ranks, draw)
             for rank in ranks:
                 rank.kill()
@@ -206,13 +225,14 @@ def trial(target: str, draw: random.Random) -> str:
                 rank.close()
 
 
-def lane(kills: int, seed: int) -> None:
+def lane(kills: int, seed: int, server: str) -> None:
     """Trials one after the other; prints the counts as JSON."""
+    os.environ.update(s3server.environment(server) if server else {})
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
     for number in range(kills):
         target = TARGETS[number % len(TARGETS)]
-        counts[f"{target}|{trial(target, draw)}"] += 1
+        counts[f"{target}|{trial(target, draw, server)}"] += 1
     print(json.dumps(counts))
 
 
@@ -222,15 +242,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--s3", action="store_true", help="save to a server of objects")
     parser.add_argument("--lane", type=int, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     if arguments.lane is not None:
-        lane(arguments.kills, seed + arguments.lane)
+        with s3server.server() if arguments.s3 else nullcontext("") as server:
+            lane(arguments.kills, seed + arguments.lane, server)
         return
     began_s = time.monotonic()
     each = -(-arguments.kills // arguments.lanes)
-    command = [sys.executable, "-m", "tests.store.soak", "--kills", str(each), "--seed", str(seed), "--lane"]
+    command = [sys.executable, "-m", "tests.store.soak", "--kills", str(each), "--seed", str(seed)]
+    command += ["--s3", "--lane"] if arguments.s3 else ["--lane"]
     lanes = [
         subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE, text=True)
         for number in range(arguments.lanes)
