@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 START_S = 60.0
+DENIED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 long = pytest.mark.skipif("HOLDFAST_S3" not in os.environ, reason="make s3")
 SECRET = "marked-SECRET-4f1c"
 ACCESS = "marked-ACCESS-77ab"
@@ -83,6 +84,7 @@ class Proxy:
         replace: what to write in place of something in requests (of the same length).
         answers: cut that many connections in the middle of their answer, after ``after_size_bytes``.
         delay_s: wait before each piece of a request is passed on.
+        read_only: answer every PUT with 403.
         passed_size_bytes: of all requests so far.
     """
 
@@ -94,6 +96,7 @@ class Proxy:
         self.answers = 0
         self.after_size_bytes = 0
         self.delay_s = 0.0
+        self.read_only = False
         self.passed_size_bytes = 0
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
@@ -159,6 +162,9 @@ class Proxy:
                     return
                 if one is client:
                     answered = 0
+                    if self.read_only and data.startswith(b"PUT "):
+                        client.sendall(DENIED)
+                        return
                     time.sleep(self.delay_s)
                     self.passed_size_bytes += len(data)
                     behind.sendall(data.replace(*self.replace) if self.replace[0] else data)

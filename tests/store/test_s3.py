@@ -381,6 +381,18 @@ def test_an_answer_cut_in_the_middle(s3_url: str, bucket: Url, monkeypatch: pyte
         assert proxy.answers == 0
 
 
+def test_who_may_only_read_can(s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(bucket, WORLD, save_id())
+    with Proxy(s3_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.read_only = True
+        check(WORLD, resolve(bucket))
+        for act in (open_store(bucket).probe, lambda: save(bucket, WORLD, save_id(2))):
+            with pytest.raises(StoreWriteError, match="403"):
+                act()
+        assert [v.valid for v in Root(bucket).list(deep=True)] == [True]
+
+
 def test_a_server_without_conditions_is_refused(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +415,7 @@ def test_no_bucket_no_server_no_rights(bucket: Url, monkeypatch: pytest.MonkeyPa
     body = f"<?xml version='1.0'?><Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>{ACCESS}</AWSAccessKeyId>"
     url, listener = refusing(f"{body}<StringToSign>{SECRET}</StringToSign></Error>".encode())
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    for ask in (open_store(bucket).probe, Root(bucket).names, lambda: check(WORLD, bucket / "x")):
+    for ask in (open_store(bucket).probe, Root(bucket).names):
         with pytest.raises(
             (StoreWriteError, StoreUnreachable), match=r"403.*SignatureDoesNotMatch"
         ) as denied:

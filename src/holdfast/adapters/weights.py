@@ -14,10 +14,10 @@ from holdfast.adapters.values import Plain, join
 from holdfast.errors import CheckpointInvalid
 from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place
-from holdfast.store.reader import load_catalogue, load_values_of_all
+from holdfast.store.reader import Opened, load_catalogue, load_values_of_all
 
 
-def joined_values(path: Place, names: Collection[str] | None = None) -> dict[str, Plain]:
+def joined_values(path: Place | Opened, names: Collection[str] | None = None) -> dict[str, Plain]:
     """The values of the first writer, with optimizer state, aliases and transient names of all of them.
 
     Args:

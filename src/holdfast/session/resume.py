@@ -35,7 +35,7 @@ from holdfast.errors import (
 )
 from holdfast.runtime.client import Client
 from holdfast.store.place import Place, place_of
-from holdfast.store.reader import Target, load_catalogue, load_into, load_locals
+from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
 from holdfast.store.root import Root, resolve
 
 log = logging.getLogger("holdfast")
@@ -238,29 +238,30 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         CheckpointInvalid: damaged; parameters may hold garbage now.
         CheckpointMismatch: of another model.
     """
-    catalogue = load_catalogue(path)
-    values = joined_values(path, _names(adapter))
-    for key in ("session", "optimizers", "schedulers", "state"):
-        if not isinstance(values.get(key), dict):
-            raise CheckpointMismatch(
-                f"{path} was not written by a session: it has no {key}",
-                hint="holdfast.load(path, model) reads weights alone",
-            )
-    restore = adapter.restore(catalogue, values)
-    targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
-    wanted = {target.fqn for target in targets}
-    known = [
-        t.fqn
-        for t in catalogue.tensors
-        if t.fqn not in wanted and (t.fqn.startswith(BESIDE_THE_MODEL) or t.fqn in built)
-    ]
-    report = load_into(path, targets, known=known)
-    for healed in report.healed:
-        log.warning("holdfast: %s (another copy was used)", healed)
-    restore.finish()
-    session = values["session"]
-    assert isinstance(session, dict)
-    return Resumed(path, report.step, session, load_locals(path, adapter.rank))
+    with opened(path) as source:
+        catalogue = load_catalogue(source)
+        values = joined_values(source, _names(adapter))
+        for key in ("session", "optimizers", "schedulers", "state"):
+            if not isinstance(values.get(key), dict):
+                raise CheckpointMismatch(
+                    f"{path} was not written by a session: it has no {key}",
+                    hint="holdfast.load(path, model) reads weights alone",
+                )
+        restore = adapter.restore(catalogue, values)
+        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        wanted = {target.fqn for target in targets}
+        known = [
+            t.fqn
+            for t in catalogue.tensors
+            if t.fqn not in wanted and (t.fqn.startswith(BESIDE_THE_MODEL) or t.fqn in built)
+        ]
+        report = load_into(source, targets, known=known)
+        for healed in report.healed:
+            log.warning("holdfast: %s (another copy was used)", healed)
+        restore.finish()
+        session = values["session"]
+        assert isinstance(session, dict)
+        return Resumed(path, report.step, session, load_locals(source, adapter.rank))
 
 
 def _names(adapter: Adapter) -> frozenset[str]:

@@ -95,6 +95,18 @@ class Bucket:
         with self._telling(key):
             obstore.put(self._objects, key, data, chunk_size=PART_SIZE_BYTES, max_concurrency=UPLOADS)
 
+    def announce(self, key: str) -> bool:
+        """Write an empty object; False where this client may only read. Raises: StoreWriteError."""
+        import obstore
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        with self._telling(key):
+            try:
+                obstore.put(self._objects, key, b"")
+            except (PermissionDeniedError, UnauthenticatedError):
+                return False
+        return True
+
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless it exists; False when it does. Raises: StoreWriteError."""
         import obstore

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import prod
@@ -98,8 +99,19 @@ class _Bad(msgspec.Struct):
     why: str
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that nobody removes, and what its JSON files say; in place of its path it spares a second look."""
+
+    directory: Attempt
+    index: Index
+
+    def __str__(self) -> str:
+        return str(self.directory.path)
+
+
 def load_into(
-    path: Place | str,
+    path: Place | str | Opened,
     targets: Iterable[Target],
     *,
     known: Iterable[str] = (),
@@ -125,7 +137,8 @@ def load_into(
     wanted = list(targets)
     for target in wanted:
         _check_target(target)
-    with opened(path) as (directory, index):
+    with opened(path) as source:
+        directory, index = source.directory, source.index
         found = _compare(index.catalogue, wanted, known)
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
@@ -139,19 +152,22 @@ def load_into(
 
 
 @contextmanager
-def opened(path: Place | str) -> Iterator[tuple[Attempt, Index]]:
-    """A checkpoint that nobody removes while it is open, and what its JSON files say.
+def opened(path: Place | str | Opened) -> Iterator[Opened]:
+    """Open a checkpoint.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
     """
+    if isinstance(path, Opened):
+        yield path
+        return
     with open_attempt(path) as directory:
         if not directory.hold():
             raise CheckpointInvalid(f"{directory.path}: is being removed")
-        yield directory, read_index(directory)
+        yield Opened(directory, read_index(directory))
 
 
-def load_catalogue(path: Place | str) -> Catalogue:
+def load_catalogue(path: Place | str | Opened) -> Catalogue:
     """The catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
 
     Raises:
@@ -160,7 +176,7 @@ def load_catalogue(path: Place | str) -> Catalogue:
     return _index(path).catalogue
 
 
-def load_values(path: Place | str) -> dict[str, object]:
+def load_values(path: Place | str | Opened) -> dict[str, object]:
     """The values common to all ranks.
 
     Raises:
@@ -171,7 +187,9 @@ def load_values(path: Place | str) -> dict[str, object]:
     return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
 
 
-def load_values_of_all(path: Place | str, names: Collection[str] | None = None) -> list[dict[str, object]]:
+def load_values_of_all(
+    path: Place | str | Opened, names: Collection[str] | None = None
+) -> list[dict[str, object]]:
     """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
 
     Args:
@@ -185,7 +203,7 @@ def load_values_of_all(path: Place | str, names: Collection[str] | None = None) 
     return [_object(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
 
 
-def load_locals(path: Place | str, rank: int) -> dict[str, object]:
+def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
     """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
 
     Raises:
@@ -201,7 +219,9 @@ def load_locals(path: Place | str, rank: int) -> dict[str, object]:
     return {}
 
 
-def _index(path: Place | str) -> Index:
+def _index(path: Place | str | Opened) -> Index:
+    if isinstance(path, Opened):
+        return path.index
     with open_attempt(path) as directory:
         return read_index(directory)
 

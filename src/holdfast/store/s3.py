@@ -77,21 +77,28 @@ class S3File:
 
 
 class Lease:
-    """Says that somebody reads or writes an attempt, until it is closed or its process ends."""
+    """Says that somebody reads or writes an attempt, until it is closed or its process ends.
+
+    Who may only read cannot say so: it takes the risk that what it reads is removed meanwhile.
+    """
 
     def __init__(self, bucket: Bucket, attempt: str) -> None:
         """Put it. Raises: StoreWriteError."""
         self._bucket = bucket
         self._key = f"{_LEASES}/{attempt}/{secrets.token_hex(8)}"
         self._over = threading.Event()
-        bucket.put(self._key, b"")
+        if not bucket.announce(self._key):
+            self._over.set()
         self._thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Take it back."""
+        announced = not self._over.is_set()
         self._over.set()
         self._thread.join()
+        if not announced:
+            return
         with contextlib.suppress(StoreWriteError):  # it expires
             self._bucket.delete([self._key])
 

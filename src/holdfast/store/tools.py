@@ -83,7 +83,8 @@ def merge(
         StoreWriteError: the output cannot be written.
     """
     parent = parent_of_new(target)
-    with opened(path) as (attempt, index):
+    with opened(path) as source:
+        attempt, index = source.directory, source.index
         loader = Loader(attempt, index, THREADS)
         tensors = [t for t in index.catalogue.tensors if names is None or t.fqn in names]
         if file_size_bytes_max:
