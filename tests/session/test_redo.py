@@ -1,0 +1,72 @@
+"""A framework whose gradients pass a gate inside its graph begins the same step again: ``Session.redo``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.adapters.base import Adapter
+from holdfast.core.ids import Generation
+from holdfast.errors import StepError
+from holdfast.session.rank import Rank
+from holdfast.session.step import Blocks, Step, StepAborted
+
+
+class GateAdapter:
+    """Rehearses once in a newcomer, as MindSpore's does; everything else is of no interest."""
+
+    def __init__(self) -> None:
+        self.rehearsed = self.begun = 0
+        self.poisoned = self.scaled = False
+        self.reason = ""
+
+    def rehearse(self) -> bool:
+        self.rehearsed += 1
+        return self.rehearsed == 1
+
+    def begin(self, step: int) -> None:
+        self.begun += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+class Newcomer(Rank):
+    """Joins without a control plane."""
+
+    joins = 0
+
+    def join(self) -> None:
+        self.joining = False
+        self.joins += 1
+
+    def retry_now(self) -> bool:
+        with self.changed:
+            return self.machine.retry(Generation(1, 1))
+
+
+def test_a_newcomer_rehearses_once_and_then_joins() -> None:
+    adapter: Any = GateAdapter()
+    typed: Adapter = adapter
+    rank = Newcomer(typed, None, lambda settle: None, lambda: None)
+    with rank.changed:
+        rank.machine.open(10)
+    rank.joining = True
+    owner: Any = GateAdapter()
+    blocks = Blocks(rank, typed, owner)
+    step = Step(blocks, 10)
+    blocks.begin(step)
+    assert step.rehearsal and not rank.joins
+    with pytest.raises(StepAborted, match="rehearsal"):
+        blocks.hooks().update("optimizer")
+    blocks.redo()
+    assert (rank.joins, adapter.begun, rank.state) == (1, 2, "compute")
+    assert not blocks.current or not blocks.current.rehearsal
+
+
+def test_nothing_is_open_that_could_begin_again() -> None:
+    adapter: Any = GateAdapter()
+    rank = Newcomer(adapter, None, lambda settle: None, lambda: None)
+    with pytest.raises(StepError, match="no step is open"):
+        Blocks(rank, adapter, adapter).redo()
