@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=2000)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
     ms.set_device("CPU")
