@@ -1,10 +1,11 @@
 """What Holdfast costs per step: the same model under ``holdfast run`` and under plain torchrun, and each part alone.
 
-    python bench/overhead.py [--pairs 5] [--steps 120] [--size 10m]
+    python bench/overhead.py [--pairs 5] [--steps 120] [--size 10m] [--digests]
 
 Pairs run one after the other, the order reversed every time, so that the machine's drift hits both. A/A: the plain run
 against itself, the noise that any ratio has to be read with. The first ``WARM_UP`` steps and the steps that start an
-epoch (loader workers start there, in both) do not count. Prints markdown.
+epoch (loader workers start there, in both) do not count. ``--digests`` compares Holdfast with itself: copies of the
+state compared (``--verify-every`` as it is by default) against never. Prints markdown.
 """
 
 from __future__ import annotations
@@ -52,22 +53,20 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--size", default="10m")
+    parser.add_argument("--digests", action="store_true")
     given = parser.parse_args()
     plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC),
              str(Path(__file__).with_name("plain.py").resolve())]  # fmt: skip
-    commands = {
-        "plain": plain,
-        "again": plain,
-        "holdfast": [
-            "-m",
-            "holdfast.cli.main",
-            "run",
-            "--nproc-per-node",
-            str(NPROC),
-            "-m",
-            "holdfast.drill.train",
-        ],
-    }
+    run, train = (
+        ["-m", "holdfast.cli.main", "run", "--nproc-per-node", str(NPROC)],
+        ["-m", "holdfast.drill.train"],
+    )
+    commands = {"plain": plain, "again": plain, "holdfast": [*run, *train]}
+    name_base, name_other = "plain torchrun", "Holdfast"
+    if given.digests:
+        never = [*run, "--verify-every", "0", *train]
+        commands |= {"plain": never, "again": never}
+        name_base, name_other = "copies never compared", "copies compared"
     found: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
         for number in range(given.pairs):
@@ -78,7 +77,7 @@ def main() -> None:
                 print(f"pair {number}: {name} {found[name][-1]:.1f} ms", file=sys.stderr)
     base = found["plain"]
     print("| step | min | median | max |\n|---|---|---|---|")
-    print(f"| plain torchrun, ms | {spread(base)} |\n| Holdfast, ms | {spread(found['holdfast'])} |")
+    print(f"| {name_base}, ms | {spread(base)} |\n| {name_other}, ms | {spread(found['holdfast'])} |")
     print(
         f"| A/B ratio of the pairs | {spread([a / b for a, b in zip(found['holdfast'], base, strict=True)])} |"
     )

@@ -27,6 +27,14 @@ HANG: dict[str, Value] = {
     "stacks": ["evidence/H001/rank-00000.txt", "evidence/H001/rank-00001.txt"],
 }
 
+CORRUPTED: dict[str, Value] = {
+    "ranks": [1],
+    "nodes": ["node0"],
+    "certain": True,
+    "step": 20,
+    "evidence": ["body.weight[0:4]: rank(s) 1 against 3 of 4 holders"],
+}
+
 
 def faulty(
     base: Path, kind: str, what: str, *, signal: int | None = 9, recovered: bool = True
@@ -37,6 +45,9 @@ def faulty(
     if kind == "hang":
         made.journal.append("stalled", {"idle_s": 1.6, "bound_s": 1.5, "step_s": 0.1})
         made.journal.append("hang", HANG)
+    if kind == "corruption":
+        for _ in range(2):
+            made.journal.append("corrupted", CORRUPTED)
     member: dict[str, Value] = {"rank": 1, "member_id": 2}
     made.journal.append(
         "member_exited",
@@ -67,6 +78,16 @@ def faulty(
             ("hang (certain)", "at spin (train.py:3)", "H001", "--hang-factor"),
         ),
         ("hang", "hangs: its process is stopped", ("kill -STOP",)),
+        (
+            "corruption",
+            "holds a wrong copy of the state",
+            (
+                "corruption (certain)",
+                "against 3 of 4",
+                "silent corruption 2 times on node0",
+                "--verify-every",
+            ),
+        ),
         ("signal", "was killed by signal 9", ("signal 9", "dmesg", "holdfast logs")),
         ("collective", "a collective broke", ("network",)),
         ("exception", "ValueError: no", ("holdfast logs",)),

@@ -85,6 +85,8 @@ class _Case:
         self.fault = fault
         self.detected = detected
         self.hang: dict[str, Any] = {}
+        self.corrupted: dict[str, Any] = {}  # copies of the state differed
+        self.again: dict[str, int] = {}  # so often on each suspected node, this time included
         self.events: list[Event] = []
         self.open = True
 
@@ -107,6 +109,7 @@ class Casebook:
         self._story = Story()
         self._cases: list[_Case] = []
         self._hang: dict[str, Any] = {}
+        self._corrupted: list[dict[str, Any]] = []
         self._bound_s = 0.0
         self._nodes: dict[int, str] = {}
         self._exits: dict[int, Event] = {}
@@ -121,12 +124,18 @@ class Casebook:
             self._bound_s = float(event.data["bound_s"])
         elif event.kind == "hang" and event.data["answer"] != "wait":
             self._hang = {**event.data, "bound_s": self._bound_s}
+        elif event.kind == "corrupted":
+            self._corrupted.append(event.data)
         elif event.kind == "member_exited":
             self._exits[int(event.data["member_id"])] = event
         for fault in self._story.faults[known:]:
             case = _Case(fault, event)
             if fault.kind == "hang":
                 case.hang = self._hang
+            if fault.kind == "corruption" and self._corrupted:
+                case.corrupted = self._corrupted[-1]
+                for node in sorted(set(case.corrupted["nodes"])):
+                    case.again[node] = sum(node in data["nodes"] for data in self._corrupted)
             if fault.member_id in self._exits:
                 case.events.append(self._exits[fault.member_id])
             self._cases.append(case)
@@ -158,7 +167,7 @@ class Casebook:
             kind=fault.kind,
             what=fault.what,
             where=f"{fault.phase} of step {fault.step}" if fault.phase else f"step {fault.step}",
-            confidence=str(case.hang.get("confidence", "certain")),
+            confidence=_confidence(case),
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
             log=str(log),
@@ -204,6 +213,13 @@ def _advice(case: _Case, logs: str) -> list[str]:
         elif fault.phase == "ready":
             found.append('announce long work between steps: with s.section("eval"): ...')
         return [*found, "was it only slow? --hang-factor and --hang-floor give it more time"]
+    if fault.kind == "corruption":
+        often = [f"{count} times on {node} in this run" for node, count in case.again.items() if count > 1]
+        return [
+            *(f"silent corruption {each}: take it out of service and test its memory" for each in often),
+            "look for memory errors that the machine has counted: dmesg, edac-util, nvidia-smi -q -d ECC",
+            "are they copies at all? --verify-every 0 stops comparing",
+        ]
     if fault.kind == "signal":
         hints = {"9": "was it the memory killer? dmesg | grep -i 'killed process'", "11": "look for a core file",
                  "15": "ask who sent SIGTERM: the scheduler's log", "7": "is /dev/shm full? df /dev/shm"}  # fmt: skip
@@ -227,8 +243,15 @@ def _timeline(fault: FaultView, hang: dict[str, Any]) -> list[PhaseTime]:
     return found
 
 
+def _confidence(case: _Case) -> str:
+    if case.corrupted:
+        ranks = ", ".join(map(str, case.corrupted["ranks"]))
+        return "certain" if case.corrupted["certain"] else f"one of ranks {ranks}"
+    return str(case.hang.get("confidence", "certain"))
+
+
 def _evidence(case: _Case) -> list[str]:
-    found = [str(line) for line in case.hang.get("evidence", [])]
+    found = [str(line) for line in (*case.hang.get("evidence", []), *case.corrupted.get("evidence", []))]
     exited = case.last("member_exited")
     if exited and not case.hang:
         how = f"signal {exited['signal']}" if exited.get("signal") else f"code {exited.get('code')}"
@@ -261,7 +284,7 @@ def text(report: Report) -> str:
     """One screen."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     node = f", {report.node}" if report.node else ""
-    sure = f" ({report.confidence})" if report.kind == "hang" else ""
+    sure = f" ({report.confidence})" if report.kind in ("hang", "corruption") else ""
     rows = [
         (f"fault {report.name}", [f"of run {report.run_id}, {clock}"]),
         ("who", [f"rank {report.rank} (process life {report.member_id}{node}): {report.kind}{sure}"]),
