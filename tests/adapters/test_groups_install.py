@@ -28,6 +28,7 @@ from holdfast.adapters.torch.works import is_bug
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import KvReply, KvRequest
 from holdfast.errors import GroupError, UnsupportedError
+from holdfast.runtime.flight import Flight
 from holdfast.runtime.kv import KvServer
 
 pytestmark = pytest.mark.torch
@@ -41,6 +42,7 @@ class LocalClient:
     world_size = 1
     joining = False
     shared: Path | None = None
+    flight: Flight | None = None
 
     def __init__(self, server: KvServer) -> None:
         self._server = server

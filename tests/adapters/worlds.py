@@ -29,6 +29,7 @@ import msgspec
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import KvReply, KvRequest
 from holdfast.runtime.client import Client
+from holdfast.runtime.flight import Flight
 from holdfast.runtime.kv import KvServer, Replies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,7 @@ class Line:
         self.generation = generation
         self.joining = False
         self.shared: Path | None = None  # set by a scenario: then votes go over a board
+        self.flight: Flight | None = None
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.core.culprit import blame
 from holdfast.core.ids import MemberId
-from holdfast.core.sightings import RankEvidence
+from holdfast.core.sightings import CollectiveSeen, RankEvidence
 
 
 def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
@@ -85,3 +85,45 @@ def test_a_majority_is_never_killed() -> None:
     for behind in range(1, 8):
         evidence = [seen(r, "forward:20:0" if r < behind else "vote:20:4") for r in range(8)]
         assert len(blame(evidence).ranks) <= 4
+
+
+def collective(what: str, number: int = 812, under_way: bool = True) -> tuple[CollectiveSeen, ...]:
+    return (
+        CollectiveSeen("world.0", number - 1, "barrier", False),
+        CollectiveSeen("world.0", number, what, under_way),
+    )
+
+
+def test_another_collective_than_the_others_make() -> None:
+    others = collective("broadcast of 4096 float32")
+    odd = collective("all_reduce of 4096 float32")
+    found = blame([seen(r, collectives=odd if r == 1 else others) for r in range(4)])
+    assert (found.answer, found.ranks, found.confidence) == ("kill", (1,), "likely")
+    assert found.reason == (
+        "collective #812 of group world.0: it is in all_reduce of 4096 float32, "
+        "3 others are in broadcast of 4096 float32"
+    )
+    found = blame([seen(r, collectives=odd if r == 1 else others) for r in range(2)])
+    assert found.answer == "retry" and "rank 1 is in all_reduce" in found.reason
+
+
+def test_the_same_collectives_blame_nobody() -> None:
+    same = collective("all_reduce of 64 float32")
+    ended = collective("all_reduce of 64 float32", under_way=False)
+    found = blame([seen(r, collectives=ended if r == 1 else same) for r in range(4)])
+    assert found.answer == "retry" and "all 4 ranks wait" in found.reason
+
+
+def test_an_older_difference_that_nobody_waits_in_is_none() -> None:
+    """Sizes may lawfully differ, and what has ended holds nobody up."""
+    ranks = [
+        seen(r, collectives=(CollectiveSeen("world.0", 5, f"gather {r}", False), *collective("barrier")))
+        for r in range(4)
+    ]
+    assert blame(ranks).answer == "retry" and "all 4 ranks wait" in blame(ranks).reason
+
+
+def test_a_script_without_a_session_is_behind_by_its_collectives() -> None:
+    found = blame([seen(r, f"starting:0:{40 if r == 2 else 41}", usual_sequence=0) for r in range(3)])
+    assert (found.answer, found.ranks) == ("kill", (2,))
+    assert "collective 40 of a script without a session" in found.reason

@@ -182,3 +182,55 @@ def test_paces_leave_out_what_is_not_known() -> None:
     assert world.progress.paces() == []
     world.train(20)
     assert world.progress.paces() == [(rank, 18, 0.1) for rank in range(4)]
+
+
+class Script(World):
+    """Ranks without a session: nothing but the number of their collectives is seen."""
+
+    def __init__(self, ranks: int = 3) -> None:
+        super().__init__(ranks)
+        self.phase = dict.fromkeys(range(ranks), Phase.STARTING)
+        self.waiting: set[int] = set()
+
+    def reading(self, rank: int) -> Reading:
+        return (
+            super()
+            .reading(rank)
+            ._replace(
+                committed=0,
+                collectives=self.marks[rank],
+                waits=rank in self.waiting,
+                stopped=rank in self.stopped,
+            )
+        )
+
+    stopped: frozenset[int] = frozenset()
+
+
+def test_a_collective_that_never_ends_is_a_hang_without_a_session() -> None:
+    script = Script()
+    script.train(30)
+    script.still = script.waiting = {0, 1, 2}
+    assert 10 * LIMITS.floor_s <= script.until(True) < 12 * LIMITS.floor_s
+
+
+def test_ranks_that_wait_for_one_that_works_have_its_time() -> None:
+    script = Script()
+    script.train(30)
+    script.still, script.waiting = {0, 1, 2}, {1, 2}  # rank 0 evaluates alone
+    assert LIMITS.idle_s <= script.until(True) < 1.1 * LIMITS.idle_s
+
+
+def test_one_that_is_stopped_outside_of_a_collective_has_not() -> None:
+    script = Script()
+    script.train(30)
+    script.still, script.waiting = {0, 1, 2}, {1, 2}
+    script.stopped = frozenset({0})
+    assert script.until(True) < 12 * LIMITS.floor_s
+
+
+def test_a_script_that_has_made_few_collectives_is_not_judged_by_them() -> None:
+    script = Script()
+    script.train(3)
+    script.still = script.waiting = {0, 1, 2}
+    assert script.until(True) >= LIMITS.start_s

@@ -1,4 +1,4 @@
-"""No line changed: a plain torchrun script under ``holdfast run`` is restarted, and its survivors end with an error."""
+"""No line changed: a plain torchrun script under ``holdfast run`` is restarted when a rank dies or all hang."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
+HANGS = str(Path(__file__).with_name("tier0_hang.py"))
 SCRIPT = str(Path(__file__).with_name("tier0.py"))
 RANKS = 3
 
@@ -35,3 +36,37 @@ def test_a_plain_script_restarts_and_no_survivor_crashes(tmp_path: Path) -> None
     assert signals.count(9) >= 1
     assert 11 not in signals, "a broken bucket crashed DDP's reducer"
     assert all(f"rank {rank} done in life 1 on gloo" in log for rank, log in enumerate(logs)), logs
+
+
+def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).parent / "holdfast"),
+        "run",
+        "--nproc-per-node",
+        str(RANKS),
+        "--run-id",
+        "it",
+    ]
+    done = subprocess.run(
+        [*command, "--hang-floor", "0.3", HANGS],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    run = tmp_path / "runs" / "it"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    hangs = [e["data"] for e in events if e["kind"] == "hang"]
+    assert done.returncode == 0, done.stdout
+    assert [(h["answer"], h["ranks"]) for h in hangs] == [("kill", [1])], hangs
+    assert (
+        "it is in all_reduce of 4096 float32, 2 others are in broadcast of 4096 float32" in hangs[0]["reason"]
+    )
+    recorded = (run / "evidence" / "H001" / "rank-00001.collectives.txt").read_text().splitlines()
+    assert "all_reduce of 4096 float32, under way" in recorded[-1] and "done after" in recorded[-2]
+    assert all(
+        f"rank {rank} done in life 1" in (run / "attempt-001" / f"rank-{rank:05d}.log").read_text()
+        for rank in range(RANKS)
+    )

@@ -2,7 +2,8 @@
 
 Theory. All ranks run the same program and meet in collectives, so the one to blame is the one that differs. The
 strongest difference is the process itself (stopped, in an uninterruptible wait); then the place: a rank that has not
-come to where all others wait, or has gone past it; then what it does there (it computes while all others sleep).
+come to where all others wait, or has gone past it; then what it does there (it computes while all others sleep). What
+comes before the place is the collective: of one group, all ranks must make the same ones in the same order.
 Where nobody differs nobody is killed: when all compute, the job is slow and not stuck; when all wait, they are freed
 by a fence and try again.
 
@@ -13,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -49,7 +51,7 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
         return Blame(answer="wait", reason="every rank waits for the control plane")
-    found = _by_process(seen) or _by_place(seen) or _by_work(seen)
+    found = _by_process(seen) or _by_collective(seen) or _by_place(seen) or _by_work(seen)
     if found is not None:
         return found
     if all(_computes(e) for e in seen):
@@ -68,6 +70,8 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
 
 def where(one: RankEvidence) -> str:
     """As ``backward of step 20, collective 3``."""
+    if one.phase == "starting" and one.sequence:
+        return f"collective {one.sequence} of a script without a session"
     name = f"section {one.section!r}" if one.phase == "section" else one.phase
     place = f"{name} of step {one.step}"
     return f"{place}, collective {one.sequence}" if PLACE.get(one.phase) and one.sequence else place
@@ -90,6 +94,29 @@ def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
             )
         if found and states is STOPPED:
             return Blame(answer="wait", reason=f"{len(found)} of {len(seen)} processes are stopped")
+    return None
+
+
+def _by_collective(seen: Sequence[RankEvidence]) -> Blame | None:
+    """Ranks of one group that make another collective where the others make the next one."""
+    made: dict[tuple[str, int], dict[int, str]] = {}
+    stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
+    for one in seen:
+        for each in one.collectives:
+            if (each.group, each.number) in stuck:
+                made.setdefault((each.group, each.number), {})[one.rank] = each.what
+    for (group, number), by_rank in sorted(made.items(), key=lambda item: item[0][1]):
+        counts = Counter(by_rank.values())
+        if len(counts) < 2:
+            continue
+        usual, most = counts.most_common(1)[0]
+        odd = tuple(sorted(rank for rank, what in by_rank.items() if what != usual))
+        where_ = f"collective #{number} of group {group}"
+        if 2 * most > len(by_rank):
+            reason = f"{where_}: it is in {by_rank[odd[0]]}, {most} others are in {usual}"
+            return Blame(answer="kill", ranks=odd, confidence="likely", reason=reason)
+        each_ = "; ".join(f"rank {rank} is in {what}" for rank, what in sorted(by_rank.items())[:4])
+        return Blame(answer="retry", reason=f"{where_} is not the same everywhere: {each_}")
     return None
 
 

@@ -50,8 +50,8 @@ class Hangs:
         """All workers of one node stand still."""
         if event.generation != self.job.roster.generation or self.recovery.phase not in QUIET:
             return
-        if not self.job.session:
-            return  # without a session nothing tells a script that works from one that hangs
+        if not self.job.session and not event.waiting:
+            return  # without a session only a collective tells a script that works from one that hangs
         self._stalled[event.node_id] = event
         nodes = {m.node_id for m in self.job.roster.living}
         if self._evidence is not None or self._waits or not nodes or not nodes <= set(self._stalled):
@@ -131,7 +131,7 @@ class Hangs:
             for rank in verdict.ranks:
                 member = members[rank]
                 member.hung_at_s = since_s
-                if not verdict.by_process:
+                if not verdict.by_process and self.job.session:
                     member.hung_in = next(e.where or e.phase for e in ranks if e.rank == rank)
                 self.job.kill(member, f"hangs: {verdict.reason}")
         else:
@@ -218,5 +218,8 @@ def line(one: RankEvidence) -> str:
     parts = [f"rank {one.rank}: {where(one)}", still, f"process {one.process or '?'}", f"cpu {one.cpu:.0%}"]
     if one.wchan not in ("", "0"):
         parts.append(f"kernel {one.wchan}")
+    waits = next((c for c in one.collectives if c.under_way), None)
+    if waits is not None:
+        parts.append(f"in {waits.what} #{waits.number} of group {waits.group} for {waits.age_s:.1f} s")
     parts.append(f"at {one.where}" if one.where else "no stack")
     return ", ".join(parts)

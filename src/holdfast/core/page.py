@@ -14,12 +14,17 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 PAGE_SIZE_BYTES = 4096
 SECTION_SIZE_BYTES = 64
 LOCAL_SLOTS = 2
 LOCAL_SLOT_BYTES = 128 * 1024
-FILE_SIZE_BYTES = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
+FLIGHT_SLOTS = 64  # the last collectives of the process
+FLIGHT_SLOT_BYTES = (
+    128  # number in its group, begun, ended (CLOCK_MONOTONIC; 0: not yet, below 0: broken), count, text
+)
+FLIGHT_AT = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
+FILE_SIZE_BYTES = FLIGHT_AT + FLIGHT_SLOTS * FLIGHT_SLOT_BYTES
 
 
 class Word(IntEnum):

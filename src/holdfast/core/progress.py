@@ -8,7 +8,8 @@ blame is another question (``core/culprit.py``), asked only then.
 
 Bounds come from robust statistics: a factor times the median of the recent steps, never below a floor, nor below
 a multiple of what the same phase has survived before. Before there are samples they are generous, and so is what
-is not a step: sections are announced by name and learned by name.
+is not a step: sections are announced by name and learned by name. A script without a session shows nothing but its
+collectives: one that is under way has a bound learned from the time between them, other code a generous one.
 
 Invariants:
 1. A stall is announced once, and taken back once when any worker moves.
@@ -33,6 +34,7 @@ WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, 
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
 SAMPLES_MIN = 3  # committed steps of a process before its bound is learned
+APART_MIN = 20  # moves of a script without a session before its bound is learned
 PEAK_STEPS = 64  # what was survived once is half forgotten after so many steps
 
 
@@ -62,6 +64,8 @@ class Reading(NamedTuple):
     busy_s: float  # the same without waiting for peers
     section: str = ""
     compiling: bool = False
+    collectives: int = 0  # begun so far
+    waits: bool = False  # one of them is under way
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
 
 
@@ -92,6 +96,9 @@ class Progress:
         self.stalled = False
         self._watches: dict[MemberId, _Watch] = {}
         self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
+        self._apart: deque[float] = deque(
+            maxlen=SAMPLES_MAX
+        )  # between collectives, before or without a session
         self._peaks: dict[str, float] = {}  # longest stillness survived, by kind
         self._looked_at = 0.0
 
@@ -119,8 +126,11 @@ class Progress:
 
     def overdue(self) -> list[MemberId]:
         """Workers that have been still for longer than a step may be: is their process stopped?"""
-        usual_s = self._usual_s()
-        return [m for m, watch in sorted(self._watches.items()) if self._steps and watch.idle_s >= usual_s]
+        return [
+            member_id
+            for member_id, watch in sorted(self._watches.items())
+            if watch.idle_s >= (self._usual_s() if self._steps else self._apart_s())
+        ]
 
     @property
     def step_s(self) -> float:
@@ -142,7 +152,9 @@ class Progress:
         if reading.stopped and self._steps:
             return self._usual_s()
         if phase is Phase.STARTING:
-            return limits.start_s
+            if reading.waits or (reading.stopped and reading.collectives):
+                return min(self._apart_s(), limits.start_s)
+            return limits.start_s if not reading.collectives else limits.idle_s
         if phase is Phase.SECTION:
             return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
         if reading.compiling or phase in (Phase.READY, Phase.SAVE):
@@ -156,6 +168,13 @@ class Progress:
     def _usual_s(self) -> float:
         return max(self.limits.floor_s, self.limits.factor * self.step_s)
 
+    def _apart_s(self) -> float:
+        """How long a collective may take where no session tells what the script does."""
+        if len(self._apart) < APART_MIN:
+            return self.limits.start_s
+        peak = self._peaks.get(Phase.STARTING.name, 0.0)
+        return max(10 * self.limits.floor_s, self.limits.factor * median(self._apart), 3 * peak)
+
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
         return bool(holding) and all(w.idle_s >= self.bound_s(w.last, w.steps) for w in holding)
@@ -166,6 +185,8 @@ class Progress:
         if reading.mark == last.mark:
             return
         self._learn(_kind(last, watch.steps), watch.idle_s)
+        if last.phase is Phase.STARTING and last.collectives:
+            self._apart.append(watch.idle_s)
         watch.idle_s = 0.0
         if reading.committed == last.committed:
             return
@@ -189,6 +210,8 @@ def _kind(reading: Reading, steps: int) -> str:
         return f"section {reading.section}"
     if reading.compiling:
         return "compile"
+    if reading.phase is Phase.STARTING and not reading.collectives:
+        return "first collective"
     if reading.phase in IN_STEP | {Phase.LOADING} and steps < SAMPLES_MIN:
         return f"first {reading.phase.name}"
     return reading.phase.name

@@ -21,6 +21,7 @@ class Stalled(Message, frozen=True):
     idle_s: float  # the shortest of their stillnesses: it was within its bound so long ago
     bound_s: float  # the longest of their bounds
     step_s: float  # median of the recent steps; 0: unknown
+    waiting: bool = False  # one of them is in a collective
 
 
 class Moved(Message, frozen=True):
@@ -35,6 +36,16 @@ class Gather(Message, frozen=True):
 
     node_id: NodeId
     number: int
+
+
+class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
+    """One of the last collectives of a rank; ``number`` counts those of its group, point-to-point has none (0)."""
+
+    group: str
+    number: int
+    what: str
+    under_way: bool
+    age_s: float = 0.0  # since it began
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +64,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     wchan: str = ""  # what it waits for in the kernel
     where: str = ""  # innermost Python frame of the main thread; empty: it did not answer
     section: str = ""
+    collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first
     stacks: str = ""  # file with all stacks, below the run directory
 
 

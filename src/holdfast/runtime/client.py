@@ -46,6 +46,7 @@ from holdfast.core.spares import Called, SpareWaits
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.flight import Flight
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.standin import StandIn
@@ -111,6 +112,7 @@ class Client:
         self.world_size = world_size
         self.page = page
         self.shared = page.path.parent if local_world_size == world_size else None
+        self.flight: Flight | None = page.flight
         self.run_dir = run_dir
         self.resume = resume
         self.joining = joining

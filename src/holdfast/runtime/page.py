@@ -18,6 +18,7 @@ import xxhash
 
 from holdfast.core.page import (
     FILE_SIZE_BYTES,
+    FLIGHT_AT,
     LOCAL_SLOT_BYTES,
     LOCAL_SLOTS,
     PAGE_MAGIC,
@@ -32,6 +33,7 @@ from holdfast.core.page import (
     unpack_trap,
 )
 from holdfast.errors import ProtocolError, StateError
+from holdfast.runtime.flight import Flight
 
 _STATE = int(Word.STATE)
 _ENTERED_NS = int(Word.ENTERED_NS)
@@ -51,6 +53,7 @@ class Page:
         self._map = mapping
         self._bytes = memoryview(mapping)
         self._words = self._bytes[:PAGE_SIZE_BYTES].cast("q")
+        self.flight = Flight(self._bytes[FLIGHT_AT:FILE_SIZE_BYTES], self._words)
         self._actions: dict[TrapAction, Callable[[], object]] = {}
         self._sequence = max((header[0] for header in self._headers()), default=0)
 
@@ -103,6 +106,7 @@ class Page:
 
     def close(self) -> None:
         """Unmap; the file stays."""
+        self.flight.close()
         self._words.release()
         self._bytes.release()
         self._map.close()

@@ -11,9 +11,18 @@ from pathlib import Path
 from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import Message
-from holdfast.core.page import Flag, Word
+from holdfast.core.page import Flag, Phase, Word
 from holdfast.core.progress import Limits, Progress, Reading
-from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.sightings import (
+    CollectiveSeen,
+    Evidence,
+    Gather,
+    Moved,
+    Pace,
+    Paced,
+    RankEvidence,
+    Stalled,
+)
 from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
@@ -23,6 +32,7 @@ from holdfast.runtime.rundir import RunDir, write_private
 
 REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
 PACE_S = 5.0
+COLLECTIVES_TOLD = 16
 
 
 class Watcher:
@@ -93,6 +103,7 @@ class Watcher:
                     idle_s=min(s.idle_s for s in holding),
                     bound_s=max(s.bound_s for s in holding),
                     step_s=self._progress.step_s,
+                    waiting=any(reading.waits for reading in readings),
                 )
             )
         if now - self._paced_s >= PACE_S:
@@ -148,19 +159,34 @@ class Watcher:
                     wchan=finding.wchan,
                     where=where(finding.stacks),
                     section=seen.section,
+                    collectives=self._collectives(order.number, seen.rank, page),
                     stacks=self._keep(order.number, seen.rank, finding),
                 )
             )
         self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
 
+    def _collectives(self, number: int, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
+        """The last collectives of a worker; all that its recorder holds goes into the run directory."""
+        found, now_ns = page.flight.read(), time.monotonic_ns()
+        if found:
+            text = "".join(f"{each}, begun {(now_ns - each.begun_ns) / 1e9:.3f} s ago\n" for each in found)
+            self._write(number, f"rank-{rank:05d}.collectives.txt", text)
+        return tuple(
+            CollectiveSeen(c.group, c.number, c.what, not c.ended_ns, round((now_ns - c.begun_ns) / 1e9, 3))
+            for c in found[-COLLECTIVES_TOLD:]
+        )
+
     def _keep(self, number: int, rank: int, finding: Finding) -> str:
         """Write the stacks into the run directory; returns the path below it, empty when there are none."""
         if not finding.stacks:
             return ""
-        name = Path("evidence") / f"H{number:03d}" / f"rank-{rank:05d}.txt"
+        return self._write(number, f"rank-{rank:05d}.txt", finding.stacks)
+
+    def _write(self, number: int, file: str, text: str) -> str:
+        name = Path("evidence") / f"H{number:03d}" / file
         path = self._run.path / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(path, finding.stacks.encode())
+        write_private(path, text.encode())
         return os.fspath(name)
 
 
@@ -178,5 +204,7 @@ def read(page: Page) -> Reading:
         step_s=page[Word.STEP_NS] / 1e9,
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section(),
+        collectives=page[Word.COLLECTIVES],
+        waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & Flag.COMPILING),
     )

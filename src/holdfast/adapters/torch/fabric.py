@@ -27,6 +27,7 @@ import torch.distributed as dist
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.runtime.board import Board
+from holdfast.runtime.flight import Flight
 
 SLICE = timedelta(milliseconds=50)
 """Longest time between two looks at the poison flag while a collective is under way."""
@@ -106,6 +107,7 @@ class Fabric:
         self.looped = False
         self.calm = True  # none of the above needs attention: the fast path of every collective
         self.collectives = 0
+        self.flight: Flight | None = None  # of a process with a status page, from its first group on
         self.generation = NO_GENERATION
         self._lock = threading.RLock()
         self.epoch = 0  # grows with every reconfigure: a late error of an older epoch is no news
@@ -236,7 +238,14 @@ class Fabric:
             self.note_wait()
             self._begun_ns = time.monotonic_ns()
             self._on_collective(self.collectives)
+        elif self.flight is not None:
+            self.flight.counted(self.collectives)
         return False if self.calm else self.check(what)
+
+    def ended(self, count: int, broken: bool = False) -> None:
+        """Collective ``count`` is over; for the flight recorder."""
+        if self.flight is not None:
+            self.flight.end(count, broken)
 
     def track(self, work: Pending) -> None:
         """Remember a collective until it has ended: nobody may reuse its memory before."""

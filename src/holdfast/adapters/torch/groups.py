@@ -132,6 +132,8 @@ def _create(asked: Any, request: _Request) -> ReconfigurableGroup:
     client = control_client()
     if client is not None and state.generation == NO_GENERATION:
         state.generation = client.generation
+    if client is not None and state.flight is None:
+        state.flight = client.flight
     ranks = tuple(asked.global_ranks_in_group)
     ordinal = _made[ranks]
     _made[ranks] += 1

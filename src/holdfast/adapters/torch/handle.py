@@ -31,10 +31,12 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError
 from holdfast.runtime import standin
 from holdfast.runtime.board import Board
+from holdfast.runtime.flight import Flight, text_of
 from holdfast.runtime.standin import StandIn
 
 Fill = Callable[[], None]
 VOTE = "vote"
+_SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
 
 
 class ReconfigurableGroup(dist.ProcessGroup):
@@ -57,6 +59,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
             device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
         }
         self._default_way = next(iter(self._ways.values()))
+        self._begun = 0  # collectives in this generation
+        self._texts: dict[tuple[str, int, torch.dtype | None], bytes] = {}
         self.inner: BuiltGroup | None = None
         stand_in = standin.current()
         if stand_in is not None and not stand_in.called:
@@ -92,6 +96,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         if self.inner is not None:
             self._fabric.bury(self.inner)
             self.inner = None
+        self._begun = 0
         limit = min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S))
         self.inner = self._build(self.spec, generation, limit)
 
@@ -150,7 +155,12 @@ class ReconfigurableGroup(dist.ProcessGroup):
         """
         fabric = self._fabric
         results = list(outputs)
-        if fabric.begin(what):
+        local = fabric.begin(what)
+        count = fabric.collectives
+        if fabric.flight is not None:
+            self._record(fabric.flight, count, what, on, p2p)
+        if local:
+            fabric.ended(count)
             return _complete(results, fill)
         way = self._default_way if on is None else self._ways.get(on.device.type, self._default_way)
         if p2p and way is Wait.SLICES:
@@ -161,10 +171,22 @@ class ReconfigurableGroup(dist.ProcessGroup):
         except Exception as error:
             if is_bug(error):
                 raise
+            fabric.ended(count, broken=True)
             fabric.broke(what, error, epoch)
             fabric.give_up(what)
             return _complete(results, fill)
-        return GuardedWork(fabric, what, work, results, way, fill, after)
+        return GuardedWork(fabric, what, work, results, way, fill, after, count)
+
+    def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
+        """Of operations of which all ranks take the same size, the size belongs to what they must agree on."""
+        key = (what, on.numel(), on.dtype) if on is not None and what in _SAME_SIZE else (what, 0, None)
+        text = self._texts.get(key)
+        if text is None:
+            size = f" of {key[1]} {str(key[2]).removeprefix('torch.')}" if key[2] is not None else ""
+            text = self._texts[key] = text_of(self.spec.name, f"{what}{size}")
+        if not p2p:
+            self._begun += 1
+        flight.begin(count, 0 if p2p else self._begun, text)
 
     def _live(self) -> dist.ProcessGroup:
         if self.inner is None:

@@ -22,6 +22,7 @@ from holdfast.core.ids import Generation
 from holdfast.core.messages import KvReply
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.client import Client, KvOp
+from holdfast.runtime.flight import Flight
 
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
@@ -41,6 +42,8 @@ class ControlClient(Protocol):
 
     @property
     def shared(self) -> Path | None: ...
+    @property
+    def flight(self) -> Flight | None: ...
 
     def kv(
         self,

@@ -127,6 +127,7 @@ class GuardedWork(Work):
         outputs: what the future resolves to.
         way: how to wait for ``inner``.
         fill: completes the outputs on local data, when broken inside a shield.
+        count: of this collective, for the flight recorder.
         after: finishes a collective that succeeded (e.g. copies the own part), run once.
     """
 
@@ -139,6 +140,7 @@ class GuardedWork(Work):
         way: Wait,
         fill: Callable[[], None] | None,
         after: Callable[[], None] | None,
+        count: int = 0,
     ) -> None:
         super().__init__()
         self._fabric = fabric
@@ -148,6 +150,7 @@ class GuardedWork(Work):
         self._way = way
         self._fill = fill
         self._after = after
+        self._count = count
         self._epoch = fabric.epoch
         self._lock = threading.Lock()
         self._ended = False
@@ -216,6 +219,7 @@ class GuardedWork(Work):
                 self._after()
             self._ended = True
             future = self._future
+        self._fabric.ended(self._count)
         self._fabric.forget(self)
         if future is not None and not future.done():
             future.set_result(self._outputs)
@@ -239,6 +243,7 @@ class GuardedWork(Work):
             self._error = error
             self._ended = True
             future = self._future
+        self._fabric.ended(self._count, broken=True)
         if self.settled():
             self._fabric.forget(self)
         if future is not None and not future.done():
