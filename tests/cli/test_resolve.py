@@ -12,7 +12,11 @@ import pytest
 
 from holdfast.cli.flags import FLAGS
 from holdfast.cli.resolve import Request, resolve, shown_ranks, worker_count
+from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.errors import UsageError
+from holdfast.runtime.settings import RunSettings, new_launch, without_launch
+from holdfast.store.manifest import attempt_key
+from tests.store.worlds import save_id
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +132,24 @@ def test_modules_to_preload() -> None:
     assert asked(preload="wave, json.tool,").settings.preload == ("wave", "json.tool")
     with pytest.raises(UsageError, match="nothing is not installed"):
         asked(preload="wave,nothing.like.this")
+
+
+def test_each_start_saves_under_a_name_of_its_own() -> None:
+    """A damaged save of an earlier start under the same run id must never be taken for the new one."""
+    first, second = (asked(run_id="mine").settings.saves_as for _ in range(2))
+    assert first != second and without_launch(first) == without_launch(second) == "mine"
+    unnamed = asked().settings
+    assert unnamed.saves_as == unnamed.run_id
+
+
+def test_names_of_saves() -> None:
+    launch = new_launch()
+    for run_id in ("mine", "m" * RUN_ID_LENGTH_MAX):
+        settings = RunSettings(run_id=run_id, launch=launch)
+        assert settings.job_id == run_id and settings.saves_as.endswith(launch)
+        assert attempt_key(save_id(run=settings.saves_as).directory()) is not None
+        assert run_id.startswith(without_launch(settings.saves_as))
+    assert RunSettings(run_id="20260101-train").saves_as == "20260101-train"
+    shared = RunSettings(run_id="mine-node1", launch=launch, job="mine-node0-s012345")
+    assert shared.saves_as == shared.job_id == "mine-node0-s012345"
+    assert without_launch(shared.saves_as) == "mine-node0" and without_launch("mine") == "mine"
