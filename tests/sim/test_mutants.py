@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+import holdfast.core.agent as agent_module
 import holdfast.core.controller as controller_module
 import holdfast.core.recovery as recovery_module
+from holdfast.core.agent import Agent
 from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.fault import Fault
-from holdfast.core.ids import Generation
-from holdfast.core.messages import Command, Record, Settled
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import Assignment, Command, Receive, Record, Settled
 from holdfast.core.policy import Situation
 from holdfast.core.recovery import Recovery
+from holdfast.core.spares import Spares
 from holdfast.core.survey import Survey
 from holdfast.core.vote import Tally
 from holdfast.sim.checks import Violation
@@ -201,3 +204,37 @@ def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.Mon
     with pytest.raises(Violation) as caught:  # four holders: the odd one is killed, and would be replaced
         run_sim(RANKS, 1, (SimFault(kind="flip", at_s=0.75, rank=2),), shards=1)
     assert caught.value.name == "given_was_compared"
+
+
+def test_a_spare_that_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Spares.take
+
+    def keeping(spares: Spares, seat: Assignment) -> MemberId | None:
+        living = dict(spares.living)
+        taken = take(spares, seat)
+        spares.living = living
+        return taken
+
+    monkeypatch.setattr(Spares, "take", keeping)
+    assert catch(World, frozenset({"a_spare_is_called_once"}))
+
+
+def test_a_spare_whose_words_leave_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "is_spare", lambda member_id: False)
+    monkeypatch.setattr(Agent, "check", lambda agent: None)
+    assert catch(World, frozenset({"a_spare_is_nobody"}))
+
+
+def test_a_spare_that_trains_on_what_it_was_built_with() -> None:
+    class Vain(SimWorker):
+        """Joins with its own parameters, as if it had been given a state."""
+
+        def _receive(self, order: Receive) -> None:
+            super()._receive(order)
+            if self.opened and self._joining:
+                self.applied = 0
+
+    class Mutant(World):
+        worker_type = Vain
+
+    assert catch(Mutant, frozenset({"updates_what_it_holds", "sealed_is_one_step"}))

@@ -133,3 +133,17 @@ def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
     for seed in range(60):
         result = run_sim(3, seed, faults)
         assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
+
+
+def test_spares_take_seats_and_die_without_a_trace() -> None:
+    called = 0
+    for seed in range(1, 150, 5):
+        rng = random.Random(seed)
+        kills = tuple(
+            SimFault(kind="kill", at_s=rng.uniform(0.8, 1.5), rank=rng.randrange(4)) for _ in range(2)
+        )
+        spare = SimFault(kind="spare", at_s=rng.uniform(0.3, 1.5), rank=0)
+        result = run_sim(4, seed, (*kills, spare))
+        assert result.code == Exit.OK and result.step == 12
+        called += result.spares_called
+    assert called > 10

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from holdfast.core.decision import Report, committed_floor
 from holdfast.core.ids import Generation
-from holdfast.core.messages import RankState, Record, Resume, Settle
+from holdfast.core.messages import AgentHello, Message, RankState, Record, Resume, Settle
+from holdfast.core.spares import is_spare
 from holdfast.sim.memory import Memory
 from holdfast.sim.plant import Save, Store
 from holdfast.sim.worker import SimWorker
@@ -116,6 +117,13 @@ class Checks:
             self.distrusted = True
         elif record.kind == "generation_started" and not record.data["in_place"]:
             self.distrusted = False
+
+    def goes_up(self, message: Message) -> None:
+        """An agent tells the controller something: never of a spare, which is nobody until it is called."""
+        seen = message.members if isinstance(message, AgentHello) else ()
+        named = [getattr(message, "member_id", 0), *(m.member_id for m in seen)]
+        if any(is_spare(member_id) for member_id in named):
+            raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
 
     def sending(self, settle: Settle) -> None:
         """A decision goes out: it must be in the journal already."""

@@ -24,6 +24,7 @@ FaultKind = Literal[
     "controller",  # the controller dies; its agent starts the next term
     "agent",  # the agent of the rank's node dies; the launcher starts a successor
     "flip",  # a bit of the state of a rank that lives on changes
+    "spare",  # a spare on the rank's node dies
     "ask_exit",  # a graceful exit is asked for
 ]
 WORKER_KINDS: tuple[FaultKind, ...] = ("kill", "exit", "raise", "stop", "glitch", "save_error", "flip")

@@ -10,6 +10,7 @@ from holdfast.core.ids import Generation, NodeId
 from holdfast.core.messages import RankState
 from holdfast.sim.collectives import COLLECTIVE_TIMEOUT_S, Collectives
 from holdfast.sim.faults import SimFault
+from holdfast.sim.spares import Spares
 from holdfast.sim.worker import SimWorker
 
 
@@ -17,6 +18,7 @@ class Target(Protocol):
     """What faults can strike."""
 
     collectives: Collectives
+    spares: Spares
     save_errors: int
     flips: int
 
@@ -79,6 +81,8 @@ class Injector:
                 self.world.kill_agent(worker.node_id)
             case "kill":
                 self.world.died(worker, None, 9)
+            case "spare":
+                self.world.spares.kill_one(worker.node_id)
             case "exit":
                 self.world.died(worker, 1, None)
             case "raise":

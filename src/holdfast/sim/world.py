@@ -51,10 +51,12 @@ from holdfast.sim.faults import SimFault
 from holdfast.sim.injector import Injector
 from holdfast.sim.memory import Memory
 from holdfast.sim.plant import Store
+from holdfast.sim.spares import Spares
 from holdfast.sim.worker import SimWorker
 
 RANKS_CHECKED_ALWAYS = 16
 RANKS_PER_NODE = 8
+PIDS_PER_NODE = 100
 CHECK_EVERY = 1000
 TIME_S_MAX = 3600.0
 EVENTS_MAX = 5_000_000
@@ -63,9 +65,18 @@ EVENTS_MAX = 5_000_000
 class SimAgent:
     """An agent machine with its timers and its connection to the controller."""
 
-    def __init__(self, node_id: NodeId, slots: int) -> None:
+    def __init__(self, node_id: NodeId, slots: int, spares: int, world_size: int, pid: int = 1) -> None:
         self.node_id = node_id
-        self.machine = Agent(AgentConfig(node_id=node_id, slots=slots, grace_s=30.0))
+        config = AgentConfig(
+            node_id=node_id,
+            slots=slots,
+            grace_s=30.0,
+            spares=spares,
+            world_size=world_size,
+            pid=pid,
+            spare_delay_s=0.1,
+        )
+        self.machine = Agent(config)
         self.alive = True
         self.timers: dict[str, int] = {}
 
@@ -121,7 +132,14 @@ class World:
         self._cut_s: dict[int, float] = {}  # by term: when the lines of a dead controller went silent
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
-        self._agents = {NodeId(f"n{i}"): SimAgent(NodeId(f"n{i}"), per_node) for i in range(nodes)}
+        self.spares = Spares(self)
+        with_spares = seed % 5 in (1, 3)  # with and without them is searched
+        self._agents = {}
+        for number in range(nodes):
+            node = NodeId(f"n{number}")
+            self._agents[node] = SimAgent(node, per_node, int(with_spares), ranks, 1 + number * PIDS_PER_NODE)
+        if with_spares and seed % 2:
+            self.later(self.jitter(0.3, 1.5), "fault spare", partial(self.spares.kill_one, NodeId("n0")))
         self.injector.start()
 
     # ---------------------------------------------------------------- clock
@@ -312,6 +330,7 @@ class World:
     def _send_for_agent(self, agent: SimAgent, command: Send) -> None:
         message = command.message
         if command.to == "controller":
+            self.checks.goes_up(message)
             term = self._term
 
             def up() -> None:
@@ -319,8 +338,10 @@ class World:
                     self._feed_controller(message)
 
             self._link(agent.node_id, "controller", type(message).__name__, up)
+        elif command.to == "shell" and self.spares.carry_out(agent.node_id, message):
+            return
         elif command.to == "shell" and isinstance(message, StartMembers):
-            self._spawn(agent, message)
+            self.spawn(agent.node_id, message)
         elif command.to == "shell" and isinstance(message, KillMember):
             worker = self.workers.get(message.member_id)
             if worker is not None:
@@ -335,10 +356,17 @@ class World:
                     lambda: worker.receive(message) if agent.alive else None,
                 )
 
-    def _spawn(self, agent: SimAgent, order: StartMembers) -> None:
+    def tell_agent(self, node_id: NodeId, event: Message) -> None:
+        """A shell says something to its machine."""
+        agent = self._agents[node_id]
+        if agent.alive:
+            self._feed_agent(agent, event)
+
+    def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
+        """Start workers; ``delay_s`` 0: as long as a fork takes."""
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
-            worker = self.worker_type(self, agent.node_id, seat, order)
+            worker = self.worker_type(self, node_id, seat, order)
             self.workers[seat.member_id] = worker
             self.seated[seat.rank] = worker
 
@@ -350,7 +378,7 @@ class World:
                     self._feed_agent(self._agents[worker.node_id], started)
                     worker.start()
 
-            self.later(self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
+            self.later(delay_s or self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
 
     def kill_controller(self) -> None:
         """The controller dies; every agent sees its connection close."""
@@ -375,13 +403,15 @@ class World:
         if not agent.alive or agent.machine.ended or self.outcome is not None:
             return
         agent.alive = False
+        self.spares.agent_died(node_id)
         self.memory_losses.add("agent")
         self._link(node_id, "controller", "closed", lambda: self._feed_controller(AgentGone(node_id=node_id)))
         self.later(self.jitter(0.2, 0.5), f"successor {node_id}", lambda: self._adopt(node_id))
 
     def _adopt(self, node_id: NodeId) -> None:
         old = self._agents[node_id]
-        agent = SimAgent(node_id, old.machine.config.slots)
+        config = old.machine.config
+        agent = SimAgent(node_id, config.slots, config.spares, self.world_size, config.pid + 1)
         self._agents[node_id] = agent
         self._execute_agent(agent, agent.machine.start(self.now))
         if self.outcome is not None:
@@ -502,6 +532,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     forward: int
     back: int
     recovered: int
+    spares_called: int
     records: tuple[Record, ...]
 
 
@@ -533,6 +564,7 @@ def run_sim(
         time_s=scene.now,
         forward=scene.checks.counts["forward"],
         back=scene.checks.counts["back"],
+        spares_called=scene.spares.calls,
         recovered=sum(r.kind == "recovered" for r in scene.journal),
         records=tuple(scene.journal),
     )
