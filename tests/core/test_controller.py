@@ -332,37 +332,6 @@ def test_a_torn_rank_is_no_source() -> None:
     assert [o.save.sources for o in job.sent(Settle) if o.save] == [(1, 2)] * 2
 
 
-def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
-    job = Job(4)
-    job.post(AgentHello(node_id=NODE, slots=4, pid=1))
-    job.hello()
-    job.open(0, live=True)
-    job.exit(1, "updating", 5)
-    job.settle(0, "torn", 5)
-    job.settle(2, "ready", 6)
-    job.settle(3, "ready", 6)
-    assert [k.member_id for k in job.sent(KillMember)] == [job.members[0]]
-    assert not [r for r in job.records if r.kind == "verdict"], "its end is waited for"
-    job.exit(0, "torn", 5)
-    assert (job.record("verdict")["action"], job.record("planned")["step"]) == ("replace", 6)
-    assert job.record("members_replaced")["ranks"] == [0, 1]
-    assert {(o.step, o.then) for o in job.sent(Settle)} == {(6, "replace")}
-    assert [r.data["rank"] for r in job.records if r.kind == "detected"] == [1], (
-        "its end is no fault of its own"
-    )
-
-
-def test_when_all_are_torn_nobody_is_killed() -> None:
-    job = Job(2)
-    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
-    job.hello()
-    job.open(0, live=True)
-    job.exit(1, "updating", 5)
-    job.settle(0, "torn", 5)
-    assert job.record("verdict")["action"] == "stop_nothing_to_resume"
-    assert not [c for c in job.log if isinstance(c, Send) and isinstance(c.message, KillMember)]
-
-
 def fail(job: Job, rank: int, user_error: bool = False) -> None:
     job.post(
         WorkerFailed(

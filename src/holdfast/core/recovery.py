@@ -57,6 +57,10 @@ def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
     return place < len(ranks) and ranks[place] == rank
 
 
+DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
+"""What the fault of a newcomer need not go through again: the decision that it was started for stands."""
+
+
 class Recovery:
     """Sub-machine of the controller. ``job`` is shared with it."""
 
@@ -131,17 +135,23 @@ class Recovery:
 
     def fault(self, now: float, fault: Fault) -> None:
         """Something is broken for good. Before the decision it joins the fence, afterwards it starts a new
-        one."""
+        one; but a newcomer that dies before it has joined is nobody's peer yet: another one takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
         self._dead = None
-        if any(m.joining and m.member_id == fault.member_id for m in self.job.roster.members):
+        newcomer = next(
+            (m for m in self.job.roster.members if m.joining and m.member_id == fault.member_id), None
+        )
+        if newcomer is not None:
             self.replacement.lost += 1
         self.faults.append(fault)
         self._pass("detected", now)
         self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
         if self.phase == "fencing":
             self.progress(now)
+        elif self.phase == "replacing" and newcomer is not None and self.replacement.again(newcomer):
+            for phase in DECIDED:
+                fault.passes(phase, now)
         else:
             self.fence(now, f"rank {fault.rank} {fault.what}")
 

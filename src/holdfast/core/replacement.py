@@ -89,6 +89,16 @@ class Replacement:
         self._offers = {}
         self.job.replace_members(dead)
 
+    def again(self, newcomer: Member) -> bool:
+        """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
+        job = self.job
+        if newcomer.alive or self.lost >= job.config.replacements_max or not job.places([newcomer]):
+            return False
+        job.replace_members([newcomer])
+        job.timer("startup", job.config.startup_s)
+        job.timer("join", job.config.startup_s)
+        return True
+
     def offered(self, member: Member, offer: StateOffered) -> None:
         """A survivor serves its state."""
         self._offers[member.rank] = offer

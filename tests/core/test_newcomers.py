@@ -1,0 +1,57 @@
+"""Newcomers in the seats of the lost: who is replaced, by whom, and what happens when a newcomer dies, too."""
+
+from __future__ import annotations
+
+from holdfast.core.messages import AgentHello, Fence, KillMember, Send, Settle, StartMembers
+from tests.core.test_controller import NODE, Job
+
+
+def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
+    job = Job(4)
+    job.post(AgentHello(node_id=NODE, slots=4, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1, "updating", 5)
+    job.settle(0, "torn", 5)
+    job.settle(2, "ready", 6)
+    job.settle(3, "ready", 6)
+    assert [k.member_id for k in job.sent(KillMember)] == [job.members[0]]
+    assert not [r for r in job.records if r.kind == "verdict"], "its end is waited for"
+    job.exit(0, "torn", 5)
+    assert (job.record("verdict")["action"], job.record("planned")["step"]) == ("replace", 6)
+    assert job.record("members_replaced")["ranks"] == [0, 1]
+    assert {(o.step, o.then) for o in job.sent(Settle)} == {(6, "replace")}
+    assert [r.data["rank"] for r in job.records if r.kind == "detected"] == [1], (
+        "its end is no fault of its own"
+    )
+
+
+def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again() -> None:
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    generation, first = job.generation, job.members[1]
+    job.exit(1, "starting", 0)
+    second = job.members[1]
+    assert second > first and job.generation == generation and not job.sent(Fence)
+    assert [(o.join, [a.rank for a in o.members]) for o in job.sent(StartMembers)] == [(True, [1])]
+    job.exit(1, "starting", 0)
+    assert job.generation > generation, "two in a row: something else is wrong, the ladder goes on"
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    assert job.record("verdict")["action"] == "restart_last_gasp"
+
+
+def test_when_all_are_torn_nobody_is_killed() -> None:
+    job = Job(2)
+    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1, "updating", 5)
+    job.settle(0, "torn", 5)
+    assert job.record("verdict")["action"] == "stop_nothing_to_resume"
+    assert not [c for c in job.log if isinstance(c, Send) and isinstance(c.message, KillMember)]
