@@ -2,8 +2,8 @@
 
 Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches, and the same random
 numbers where they compute the same thing; ranks of different copies draw their own. The wrappers know: DDP by its
-process group, ``fully_shard`` and ``replicate`` by their mesh. A model that is split by DTensor alone is one copy per
-mesh of its parameters. A rank without any of these is a copy of its own.
+process group, ``fully_shard`` and ``replicate`` by their mesh. Without them a pipeline is one copy, and so is the mesh
+of DTensor parameters; a copy is then named by the lowest of its ranks. A rank without any of these is its own copy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from holdfast.adapters.torch.heal import instances
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 
 
@@ -49,8 +50,17 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     if wrappers:
         group = wrappers[0].process_group
         return Copy(dist.get_rank(group), dist.get_world_size(group))
+    first = rank
+    for stage in instances("torch.distributed.pipelining.stage", "_PipelineStageBase"):
+        first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
+    # A rank's place among those that split its tensors is that of the first stage's rank among its own.
+    return Copy(first - _place_in_split(model, rank), world_size)
+
+
+def _place_in_split(model: Models, rank: int) -> int:
+    """How far this rank is from the first one of its DTensor mesh; 0 without one."""
     for _, top in modules_of(model):
         for parameter in top.parameters():
             if isinstance(parameter, DTensor):
-                return Copy(int(parameter.device_mesh.mesh.min()), world_size)
-    return Copy(rank, world_size)
+                return rank - int(parameter.device_mesh.mesh.min())
+    return 0
