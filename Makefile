@@ -42,7 +42,7 @@ matrix: venv  ## every phase x victim x way to die x layout, compared bit for bi
 	$(VENV)/bin/python -m holdfast.drill.matrix $(if $(LAYOUT),--layout $(LAYOUT))
 
 flips: venv  ## bits flipped in weights and optimizer state of live ranks, 2 to 6 holders (3 minutes)
-	HOLDFAST_FLIPS=1 $(VENV)/bin/python -m pytest tests/drill/test_flips.py
+	HOLDFAST_FLIPS=1 $(VENV)/bin/python -m pytest tests/drill/test_flips.py tests/nodes/test_nodes.py
 
 soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
 	$(VENV)/bin/python -m holdfast.drill.matrix --soak 50

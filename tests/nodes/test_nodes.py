@@ -125,3 +125,28 @@ def test_a_job_goes_on_with_half_of_its_hosts_and_grows_back(net: Network, tmp_p
     )
     assert here == pytest.approx(there, rel=1e-4, abs=1e-6)  # the same batches, added up in another order
     assert here != there
+
+
+FLIP = TRAIN.replace(
+    "            time.sleep(pause_s)\n",
+    """            time.sleep(pause_s)
+            if (rank, step.number, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, 21, "0"):
+                net[0].weight.data.view(-1).view(torch.int32)[5] ^= 1 << 23
+""",
+).replace("with holdfast.session(", "with holdfast.session(save_every_steps=8, ")
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not os.environ.get("HOLDFAST_FLIPS"), reason="make flips")
+def test_a_flipped_bit_is_found_across_hosts(net: Network, tmp_path: Path) -> None:
+    """The vote goes over a group there, not over a board."""
+    with Hosts(net, tmp_path, "2", FLIP, ("40", "0.02", str(tmp_path / "out")), nproc=1, torch=True,
+               flags=("--verify-every", "4")) as hosts:  # fmt: skip
+        hosts.start(0, 1)
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0)
+        (found,) = hosts.events(0, "corrupted")
+        assert found.data["ranks"] == [0, 1] and not found.data["certain"]
+        assert found.data["nodes"] == ["node0", "node1"] and 21 <= found.data["step"] <= 25
+        assert {e.data["steps_lost"] for e in hosts.events(0, "recovered")} <= set(range(1, 26))
+    digests = {path.read_text() for path in tmp_path.glob("out-*")}
+    assert digests == {alone(tmp_path, 40)}
