@@ -55,6 +55,7 @@ WireMessage = (
     | m.Catalogued
     | m.AgentHello
     | m.AgentBeat
+    | m.Held
     | m.MemberStarted
     | m.MemberExited
     | m.StartMembers

@@ -60,6 +60,7 @@ def stands(step: int | None) -> Decided:
         ((4, 5), ((5, 6), (5, 6)), {"rewind": 6}, -1),  # or began it later
         ((4, 5), ((5, 6), (5, 6)), {"sealed": 6}, -1),  # the disk has a newer one
         ((4, 5), ((5, 6), (5, 6)), {"decided": None}, -1),
+        ((), ((5, 6), (5, 6)), {"held": {2: frozenset({5})}}, 5),  # its node is lost, another one has it
         ((7,), ((7,), (7,)), {}, -1),  # states of a step that does not count
     ],
 )  # fmt: skip
@@ -67,12 +68,14 @@ def test_step_of_a_replacement(dead: Any, living: Any, changes: dict[str, Any], 
     members = [seat(0, None), seat(1, None), seat(2, dead)]
     told = answers(*living, rewind=changes.get("rewind", 0))
     decided = stands(changes.get("decided", 6))
-    assert replacement_step(decided, members, told, changes.get("sealed", -1)) == step
+    assert (
+        replacement_step(decided, members, told, changes.get("held", {}), changes.get("sealed", -1)) == step
+    )
 
 
 def test_a_member_that_says_nothing_keeps_nothing() -> None:
     members = [seat(0, None), seat(1, None), seat(2, (5,))]
-    kept = kept_by(members, answers((5,)))
-    assert kept == {0: {5}, 1: frozenset(), 2: {5}}
+    kept = kept_by(members, answers((5,)), {2: frozenset({4})})
+    assert kept == {0: {5}, 1: frozenset(), 2: {4, 5}}
     assert newest_complete(kept, 9) == -1
     assert newest_complete({}, 9) == -1

@@ -145,10 +145,11 @@ class Hosts:
         return [int(word) for word in listed.stdout.split()]
 
     def kill(self, index: int) -> None:
-        """The host loses its power."""
+        """The host loses its power: nobody there sees another one die first."""
         while pids := [pid for pid in self.pids(index) if exists(pid)]:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in pids:
+                    try:
+                        os.kill(pid, number)
+                    except ProcessLookupError:
+                        continue

@@ -40,6 +40,7 @@ from holdfast.core.messages import (
     FaultSeen,
     Finish,
     Finished,
+    Held,
     JoinAsked,
     Joined,
     KillMember,
@@ -117,6 +118,7 @@ class Agent:
         self._restarts = 0
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
+        self._held: Held | None = None
         self._out: list[Command] = []
         self.spares = Spares(config, self._out)
 
@@ -155,6 +157,10 @@ class Agent:
                 self._kill(event)
             case Gather():
                 self._out.append(Send(to="shell", message=event))
+            case Held():
+                self._held = event
+                if self.connected:
+                    self._tell(event)
             case Stalled() | Moved() | Evidence() | Paced():
                 if self.connected:  # said again while it lasts
                     self._tell(event)
@@ -207,6 +213,8 @@ class Agent:
                     self._tell(word)
         if self._catalogue is not None:
             self._tell(self._catalogue)  # the layouts of ranks whose node is lost with the controller
+        if self._held is not None:
+            self._tell(self._held)
         while self._pending:
             self._tell(self._pending.popleft())
         self._tell(AgentBeat(node_id=self.node_id))

@@ -36,6 +36,7 @@ from holdfast.core.messages import (
     ExitRun,
     FaultSeen,
     Finished,
+    Held,
     JoinAsked,
     Joined,
     LayoutPublished,
@@ -87,6 +88,8 @@ class Controller:
         match event:
             case AgentHello():
                 self.fleet.agent_hello(now, event)
+            case Held():
+                self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}
             case AgentBeat():
                 self.fleet.agent_beat(now, event.node_id)
             case AgentGone():

@@ -21,6 +21,7 @@ class Peer(msgspec.Struct, frozen=True):
     home: str
     host: str
     port: int
+    memory_port: int = 0  # where it takes and gives states that ranks keep in memory
 
 
 class PeerHello(Message, frozen=True):

@@ -55,6 +55,7 @@ class Job:
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
+        self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
         if (
@@ -79,6 +80,19 @@ class Job:
         self.ended = False
         self._resume = ""
         self._out: list[Command] = []
+
+    def held_elsewhere(self) -> dict[int, frozenset[int]]:
+        """Steps by rank of the states that living nodes keep for others."""
+        found: dict[int, frozenset[int]] = {}
+        for node_id, ranks in sorted(self.held.items()):
+            for rank, steps in ranks.items() if self.liveness.is_up(node_id) else ():
+                found[rank] = found.get(rank, frozenset()) | steps
+        return found
+
+    def forget_held(self, rank: int) -> None:
+        """What is kept for this rank is refused."""
+        for ranks in self.held.values():
+            ranks.pop(rank, None)
 
     def take(self) -> list[Command]:
         """The commands since the last call."""

@@ -21,8 +21,15 @@ from holdfast.core.messages import Settled
 NONE = -1
 
 
-def kept_by(members: Sequence[Member], answers: Mapping[int, Settled]) -> dict[int, frozenset[int]]:
-    """Steps that each rank has a state of: as it answered to the fence, or as its agent found it after its death."""
+Held = Mapping[int, frozenset[int]]
+"""Steps by rank of states that other nodes have."""
+
+
+def kept_by(
+    members: Sequence[Member], answers: Mapping[int, Settled], held: Held
+) -> dict[int, frozenset[int]]:
+    """Steps that each rank has a state of: as it answered to the fence, as its agent found it after its death, or as
+    another node has it."""
     return {
         m.rank: frozenset(
             answers[m.rank].kept
@@ -31,6 +38,7 @@ def kept_by(members: Sequence[Member], answers: Mapping[int, Settled]) -> dict[i
             if m.exited is not None
             else ()
         )
+        | held.get(m.rank, frozenset())
         for m in members
     }
 
@@ -42,12 +50,16 @@ def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
 
 
 def replacement_step(
-    decided: Decided, members: Sequence[Member], answers: Mapping[int, Settled], sealed_step: int
+    decided: Decided,
+    members: Sequence[Member],
+    answers: Mapping[int, Settled],
+    held: Held,
+    sealed_step: int,
 ) -> int:
     """The step at which the lost ranks can be replaced from memory, beside the living; ``NONE``: they cannot."""
     if decided.step is None:
         return NONE
-    kept = kept_by(members, answers)
+    kept = kept_by(members, answers, held)
     if all(decided.step in kept[m.rank] for m in members if not m.alive):
         return decided.step
     back = newest_complete(kept, decided.step)

@@ -301,6 +301,13 @@ class AgentHello(Message, frozen=True):
     clock_ns: int = 0  # CLOCK_MONOTONIC of the node when this was sent
 
 
+class Held(Message, frozen=True):
+    """States of ranks of other nodes that this node has in memory: steps by rank (text)."""
+
+    node_id: NodeId
+    ranks: dict[str, tuple[int, ...]]
+
+
 class AgentBeat(Message, frozen=True):
     """Heartbeat of an agent."""
 

@@ -210,6 +210,7 @@ class Recovery:
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
         """What a rank has in memory is damaged, and gone now: decide again without it."""
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
+        self.job.forget_held(member.rank)
         if self.phase == "replacing":
             self.fence(now, f"the state of rank {member.rank} in memory is refused: {refusal.reason}")
 

@@ -105,7 +105,8 @@ class Survey:
     def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
         if self._why_unreplaceable(decided, answers):
             return NONE
-        return replacement_step(decided, self.job.roster.members, answers, self.job.sealed_step)
+        job = self.job
+        return replacement_step(decided, job.roster.members, answers, job.held_elsewhere(), job.sealed_step)
 
     def _memory_step(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
         job = self.job
@@ -114,7 +115,7 @@ class Survey:
         limit = (
             job.step if decided.step is None else decided.step
         )  # a fault before any session had opened again
-        step = newest_complete(kept_by(job.roster.members, answers), limit)
+        step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:

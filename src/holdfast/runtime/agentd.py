@@ -49,6 +49,7 @@ from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spa
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.journal import Journal
+from holdfast.runtime.buddy import Buddies
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import Council
 from holdfast.runtime.death import read_death
@@ -96,6 +97,7 @@ class AgentDaemon:
         self._exited: set[MemberId] = set()
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
         self._waiting: asyncio.Task[None] | None = None
+        self._buddies: Buddies | None = None
         self._kv = KvServer(run.pages() / "kv.log")
         self._kv_node: NodeId | None = None  # whose agent owns the key space; None: this one
         self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer yet
@@ -143,6 +145,7 @@ class AgentDaemon:
             loop.add_signal_handler(number, self._signalled, number)
         self._procs.want_zygote()
         self._adopt()
+        self._begin_memory()
         self._council.begin()
         watching = asyncio.create_task(self._watcher.watch())
         watching.add_done_callback(self._watched)
@@ -156,8 +159,25 @@ class AgentDaemon:
                 )
                 failure.result()
         watching.cancel()
+        if self._buddies is not None:
+            self._buddies.close()
         await self._end(server)
         return self._over.result()
+
+    def _begin_memory(self) -> None:
+        """With several nodes: states that ranks keep in memory are given to another node, too."""
+        peers = self._council.peers
+        if peers is None:
+            return
+        self._buddies = Buddies(
+            self._node_id,
+            self._run.pages(),
+            self._run.token(),
+            lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
+            lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
+            self._driver.post,
+        )
+        peers.memory_port = self._buddies.begin(self._settings.bind, self._watched)
 
     def _watched(self, watching: asyncio.Task[None]) -> None:
         if not watching.cancelled() and (error := watching.exception()) is not None:

@@ -12,11 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,12 +20,12 @@ import msgspec
 import xxhash
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, BlockingChannel, tune
+from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.serving import TIMEOUT_S, AnswerServer
 from holdfast.store.layout import Box
-from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
+from holdfast.wire import Codec
 
 PIECE_SIZE_BYTES = 4 * 1024 * 1024
-TIMEOUT_S = 30.0
 ROLE = "worker"
 
 
@@ -75,7 +71,7 @@ class Wanted(msgspec.Struct, frozen=True):
     holders: tuple[int, ...]
 
 
-class StateServer:
+class StateServer(AnswerServer[Talk]):
     """Serves one frozen state to processes of the same run.
 
     Args:
@@ -85,54 +81,10 @@ class StateServer:
     """
 
     def __init__(self, view: View, values: bytes, token: bytes) -> None:
+        super().__init__(_CODEC, token)
         self._view = view
         self._values = values
-        self._token = token
         self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
-        self._listener: socket.socket | None = None
-        self._peers: set[socket.socket] = set()
-
-    def start(self, host: str) -> int:
-        """Listen on ``host``; returns the port."""
-        self._listener = socket.create_server((host, 0))
-        threading.Thread(
-            target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
-        ).start()
-        return int(self._listener.getsockname()[1])
-
-    def close(self) -> None:
-        """Stop; connections under way are cut."""
-        for sock in (self._listener, *self._peers):
-            if sock is not None:
-                _shut(sock)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # closed
-            self._peers.add(sock)
-            threading.Thread(target=self._serve, args=(sock,), name="holdfast-serve", daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        link = Link(_CODEC, self._token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=Counter())
-        try:
-            tune(sock)
-            sock.settimeout(TIMEOUT_S)
-            sock.sendall(link.take_output())
-            while data := sock.recv(RECEIVE_SIZE_BYTES):
-                for message in link.receive(data):
-                    link.send(self._answer(message))
-                sock.sendall(link.take_output())
-        except ProtocolError:
-            with contextlib.suppress(OSError):
-                sock.sendall(link.take_output())  # why a stranger is refused
-        except OSError:
-            pass  # the newcomer is gone
-        finally:
-            self._peers.discard(sock)
-            sock.close()
 
     def _answer(self, message: Talk) -> Talk:
         if isinstance(message, AskValues):
@@ -280,11 +232,3 @@ def _piece(data: bytes) -> Piece:
 
 def _digest(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # not connected, or closed already
-    sock.close()

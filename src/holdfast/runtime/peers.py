@@ -58,6 +58,7 @@ class Peers:
         self._on_here = on_here
         self._on_refused = on_refused
         self._home = str(run.path)
+        self.memory_port = 0  # where this agent takes and gives states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
         self._server: asyncio.Server | None = None
@@ -86,7 +87,7 @@ class Peers:
             except OSError:
                 if port == 0:
                     raise
-        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound)
+        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
         return peer
 
     def founds(self) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed
@@ -50,6 +51,7 @@ class Tier:
         rank: knows the layouts of all ranks.
         adapter: the framework.
         directory: of the run's shared memory; None: there is no agent to outlive this process.
+        pull: with several nodes: gets this rank's state of a step from another one; False: nobody has it.
         every: steps between two states; 0: nothing is kept; AUTO: see the module.
         values: plain values common to all ranks, given the collected state and its step.
         locals_: plain values of this rank alone.
@@ -63,7 +65,9 @@ class Tier:
         every: int,
         values: Values,
         locals_: Callable[[], Mapping[str, object]],
+        pull: Callable[[int], bool] | None = None,
     ) -> None:
+        self._pull = pull
         self._rank = rank
         self._version = 0  # of the layouts that were looked at
         self._alone = False  # some box of the job has one holder
@@ -100,16 +104,25 @@ class Tier:
         if self._every > 0 and step not in self._slots.steps():
             self._keep(step)
 
-    def due(self) -> bool:
-        """For the ballot: this rank can afford to keep its state after this step."""
+    def due(self, step: int) -> bool:
+        """For the ballot: this rank can afford to keep its state of ``step``, and another node has the one before."""
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
+        if self._every > 0:
+            return step % self._every == 0 and self._arrived()
         affordable = time.monotonic() - self._kept_s >= self._cost_s / SHARE
-        return self._every == AUTO and self._alone and affordable
+        return self._every == AUTO and self._alone and affordable and self._arrived()
+
+    def _arrived(self) -> bool:
+        client = self._rank.client
+        if self._pull is None or client is None:
+            return True
+        return client.page[Word.ARRIVED] == max(self.steps(), default=-1) + 1
 
     def committing(self, step: int, agreed: bool) -> None:
         """The block before ``step`` has ended and is about to be shown as committed; ``agreed``: all can afford it."""
-        if agreed if self._every == AUTO else self.on and step % self._every == 0:
+        by_number = self._every > 0 and self._pull is None  # needs no vote
+        if step % self._every == 0 if by_number else agreed:
             self._keep(step)
 
     def _look(self) -> None:
@@ -182,6 +195,8 @@ class Tier:
     def _open(self, step: int) -> Any:
         if self._directory is None:
             raise CheckpointInvalid("this process has no shared memory that outlives it")
+        if self._pull is not None and step not in self.steps():
+            self._pull(step)
         return open_kept(self._directory, self._adapter.rank, step)
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exits import Exit
+from holdfast.runtime.buddy import puller
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.rundir import RunDir
@@ -137,12 +138,14 @@ class Session:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
         shared: Path | None = None
+        pull: Callable[[int], bool] | None = None
         every = AUTO if settings.memory is None else settings.memory
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
             run, run_s = about.saves_as, time.time() - about.created_at
             verify_every = about.verify_every
             shared = None if library else RunDir(client.run_dir).pages()
+            pull = puller(RunDir(client.run_dir), about.node, self._adapter.rank) if about.several else None
             every = about.memory_every if settings.memory is None else settings.memory
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._saver: Saver | None = None
@@ -152,7 +155,7 @@ class Session:
             lambda settle: self._open_saver.on_settle(settle),
             lambda: self._open_saver.resumed(),
         )
-        self._tier = Tier(self._rank, self._adapter, shared, every, self._values, self._locals)
+        self._tier = Tier(self._rank, self._adapter, shared, every, self._values, self._locals, pull)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
         self._rank.kept, self._rank.on_rewind = self._tier.steps, self._rewind
         self._rank.connect()
@@ -460,7 +463,7 @@ class Session:
             due=self._pace.due(step + 1),
             busy=self._open_saver.busy,
             nonfinite=nonfinite,
-            keep=self._tier.due(),
+            keep=self._tier.due(step + 1),
         )
 
     def differ(self, step: int) -> None:

@@ -137,6 +137,16 @@ class Slots:
         memory[:_MARKER_SIZE_BYTES] = _marker(step, end, description)
         return sum(box.size_bytes for box in kept)
 
+    def room(self, step: int, size_bytes: int) -> memoryview:
+        """A slot for ``step``, emptied: one whose state did not happen, or the older one. Raises: StateError."""
+        for path in self._paths:
+            if (marked_step(path) or 0) > step:
+                drop(path)
+        held = [marked_step(path) for path in self._paths]
+        memory = self._memory(min(range(SLOTS), key=lambda n: _age(held[n])), size_bytes)
+        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
+        return memory
+
     def keep_only(self, step: int) -> None:
         """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
         for path in self._paths:
@@ -169,6 +179,46 @@ class Slots:
                 hint="give it more room (df -h /dev/shm; in a container: --shm-size), or session(memory=0)",
             ) from error
         return memoryview(made)
+
+
+class Incoming:
+    """A state that comes from another node, into the slot with the older one.
+
+    Raises:
+        StateError: shared memory is full.
+    """
+
+    def __init__(self, directory: Path, rank: int, step: int, size_bytes: int) -> None:
+        self._memory = Slots(directory, rank).room(step, size_bytes)
+
+    def write(self, start: int, data: bytes) -> None:
+        """Bytes from ``start``. Raises: CheckpointInvalid outside of the slot."""
+        if not 0 <= start <= start + len(data) <= len(self._memory):
+            raise CheckpointInvalid(f"{len(data)} bytes at {start} are outside of a slot")
+        first = max(0, _MARKER_SIZE_BYTES - start)  # the marker comes last
+        self._memory[start + first : start + len(data)] = data[first:]
+
+    def commit(self, marker: bytes) -> None:
+        """All bytes are there. Raises: CheckpointInvalid when this is no marker."""
+        if not _is_sound(np.frombuffer(marker, np.uint64)):
+            raise CheckpointInvalid("not the marker of a slot")
+        self._memory[:_MARKER_SIZE_BYTES] = marker
+
+
+def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
+    """Size and marker of the slot with the state of ``step``, and bytes of it from ``start``.
+
+    Raises:
+        CheckpointInvalid: there is none.
+    """
+    for number in range(SLOTS):
+        path = slot_path(directory, rank, number)
+        if marked_step(path) == step:
+            with path.open("rb") as file:
+                marker = file.read(_MARKER_SIZE_BYTES)
+                file.seek(start)
+                return path.stat().st_size, marker, file.read(size_bytes)
+    raise CheckpointInvalid(f"no state of rank {rank} at step {step} is in memory")
 
 
 def slot_path(directory: Path, rank: int, number: int) -> Path:

@@ -1,0 +1,278 @@
+"""States of other nodes' ranks: each agent gives those of its ranks to one buddy, and keeps those of another node.
+
+Theory. A state in shared memory is lost with its node. So an agent sends every state that one of its ranks has kept to
+the agent of the next node, as the bytes of the slot: data first, the marker last. The buddy believes it when all its
+digests fit. When it has arrived, the agent says so on the rank's status page, and only then do the ranks keep the next
+one (they vote): so at any moment there is one step of which every state lies on two nodes. A process that starts on
+another node asks all agents for the state that it needs.
+
+Invariants:
+1. A received slot has a marker only when all bytes are there; one that does not fit its digests is dropped.
+2. ``Word.ARRIVED`` names a step only when the buddy has confirmed it, or when there is no other node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.council import Peer
+from holdfast.core.ids import NodeId
+from holdfast.core.messages import Held
+from holdfast.core.page import Word
+from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.page import Page
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.serving import AnswerServer
+from holdfast.store.memory import Incoming, kept_steps, open_kept, read_raw
+from holdfast.wire import Codec
+
+PIECE_SIZE_BYTES = 4 * 1024 * 1024
+SLOT_SIZE_BYTES_MAX = 1 << 42
+LOOK_S = 0.05
+ANSWER_S = 5.0
+ROLE = "peer"
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """A state of this rank follows."""
+
+    rank: int
+    step: int
+    size_bytes: int
+
+
+class Bytes(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the slot, from ``start``."""
+
+    rank: int
+    start: int
+    data: bytes
+
+
+class Mark(msgspec.Struct, frozen=True, tag=True):
+    """All bytes were sent: the marker of the slot."""
+
+    rank: int
+    step: int
+    data: bytes
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the slot with the state of ``step``; the answer's marker is in ``Mark``, or there is none."""
+
+    rank: int
+    step: int
+    start: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """``size_bytes`` is of the slot; 0: refused."""
+
+    size_bytes: int = 0
+    data: bytes = b""
+    marker: bytes = b""
+
+
+Talk = Begin | Bytes | Mark | Ask | Answer
+_CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class BuddyServer(AnswerServer[Talk]):
+    """Takes states of other nodes' ranks, and gives what this node has.
+
+    Args:
+        directory: of the slots.
+        on_held: told of each rank whose states have changed, in a thread of the server.
+    """
+
+    def __init__(self, directory: Path, token: bytes, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, token)
+        self._directory = directory
+        self._on_held = on_held
+        self._incoming: dict[int, Incoming] = {}
+        self._lock = threading.Lock()
+
+    def _answer(self, message: Talk) -> Talk:
+        try:
+            with self._lock:
+                return self._do(message)
+        except (StateError, CheckpointInvalid, OSError):
+            return Answer()
+
+    def _do(self, message: Talk) -> Talk:
+        match message:
+            case Begin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
+                self._incoming[message.rank] = Incoming(
+                    self._directory, message.rank, message.step, message.size_bytes
+                )
+            case Bytes() if message.rank in self._incoming:
+                self._incoming[message.rank].write(message.start, message.data)
+            case Mark() if message.rank in self._incoming:
+                self._incoming.pop(message.rank).commit(message.data)
+                with open_kept(self._directory, message.rank, message.step):
+                    pass  # verified
+                self._on_held(message.rank)
+            case Ask():
+                size, marker, data = read_raw(
+                    self._directory, message.rank, message.step, message.start, PIECE_SIZE_BYTES
+                )
+                return Answer(size, data, marker)
+            case _:
+                return Answer()
+        return Answer(1)
+
+
+def push(directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes) -> bool:
+    """Send one state to the agent that listens at ``to``; True when it has it, verified."""
+    try:
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, ROLE)
+    except (OSError, ProtocolError):
+        return False
+    try:
+        size, marker, data = read_raw(directory, rank, step, 0, PIECE_SIZE_BYTES)
+        good = _asked(line, Begin(rank, step, size)).size_bytes > 0
+        start = 0
+        while good and data:
+            good = _asked(line, Bytes(rank, start, data)).size_bytes > 0
+            start += len(data)
+            data = read_raw(directory, rank, step, start, PIECE_SIZE_BYTES)[2]
+        return good and _asked(line, Mark(rank, step, marker)).size_bytes > 0
+    except (OSError, ProtocolError, CheckpointInvalid):
+        return False  # the buddy is gone, or the rank has kept the next states meanwhile
+    finally:
+        line.close()
+
+
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
+    """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
+    for at in peers.values():
+        try:
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, ROLE)
+        except (OSError, ProtocolError):
+            continue
+        try:
+            answer = _asked(line, Ask(rank, step, 0))
+            if not 0 < answer.size_bytes <= SLOT_SIZE_BYTES_MAX:
+                continue
+            incoming, start = Incoming(directory, rank, step, answer.size_bytes), 0
+            while answer.data:
+                incoming.write(start, answer.data)
+                start += len(answer.data)
+                answer = _asked(line, Ask(rank, step, start))
+            incoming.commit(answer.marker)
+            return True
+        except (OSError, ProtocolError, CheckpointInvalid, StateError):
+            continue
+        finally:
+            line.close()
+    return False
+
+
+def _asked(line: BlockingChannel[Talk], question: Talk) -> Answer:
+    line.send(question)
+    answer = line.receive(ANSWER_S)
+    if not isinstance(answer, Answer):
+        raise ProtocolError("an agent answers nonsense")
+    return answer
+
+
+class Buddies:
+    """An agent's part: gives the states of its ranks away, and keeps those of others.
+
+    Args:
+        me: this node.
+        directory: of the slots and status pages.
+        pages: status pages of the ranks that live here.
+        peers: the other agents with a line, by node.
+        tell: to the controller.
+    """
+
+    def __init__(
+        self,
+        me: NodeId,
+        directory: Path,
+        token: bytes,
+        pages: Callable[[], list[Path]],
+        peers: Callable[[], Mapping[NodeId, Peer]],
+        tell: Callable[[Held], None],
+    ) -> None:
+        self._me = me
+        self._directory = directory
+        self._token = token
+        self._pages = pages
+        self._peers = peers
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._server = BuddyServer(directory, token, self._received)
+        self._held: dict[str, tuple[int, ...]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, host: str, on_end: Callable[[asyncio.Task[None]], None]) -> int:
+        """Take states from others at the returned port, and begin to give; ``on_end`` hears how that ended."""
+        port = self._server.start(host)
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(on_end)
+        return port
+
+    def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+        self._server.close()
+
+    def _received(self, rank: int) -> None:
+        self._held[str(rank)] = kept_steps(self._directory, rank)
+        held = Held(node_id=self._me, ranks=dict(self._held))
+        self._loop.call_soon_threadsafe(self._tell, held)
+
+    async def _run(self) -> None:
+        """Give away what the ranks of this node keep, as it comes."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for path in self._pages():
+                await self._give(path)
+
+    async def _give(self, path: Path) -> None:
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            return  # it was taken away
+        try:
+            rank = page[Word.RANK]
+            newest = max(kept_steps(self._directory, rank), default=-1)
+            if newest < 0 or page[Word.ARRIVED] == newest + 1:
+                return
+            buddy = self._buddy()
+            if buddy is None or await asyncio.to_thread(
+                push, self._directory, rank, newest, (buddy.host, buddy.memory_port), self._token
+            ):
+                page[Word.ARRIVED] = newest + 1
+        finally:
+            page.close()
+
+    def _buddy(self) -> Peer | None:
+        """The next node of those that are here."""
+        peers = {node: peer for node, peer in self._peers().items() if peer.memory_port}
+        later = [node for node in sorted(peers) if node > self._me]
+        order = [*later, *sorted(peers)]
+        return peers[order[0]] if order else None
+
+
+def puller(run: RunDir, me: str, rank: int) -> Callable[[int], bool]:
+    """For a worker: gets the state of a step from whichever other node of the run has it."""
+
+    def get(step: int) -> bool:
+        try:
+            known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
+        except (OSError, msgspec.MsgspecError):
+            return False
+        others = {str(p.node_id): (p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port}
+        return pull(run.pages(), rank, step, others, run.token())
+
+    return get

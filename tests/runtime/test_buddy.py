@@ -1,0 +1,74 @@
+"""States that travel between agents: given, verified, asked back; torn, changed and refused ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.runtime.buddy import BuddyServer, pull, push
+from holdfast.store.memory import Slots, kept_steps, marked_step
+from tests.store.test_memory import keep, proves
+
+TOKEN = b"t" * 32
+
+
+class Agent:
+    """Another node: its directory and its server."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self.held: list[int] = []
+        self.server = BuddyServer(directory, TOKEN, self.held.append)
+        self.at = ("127.0.0.1", self.server.start("127.0.0.1"))
+
+
+@pytest.fixture
+def buddy(tmp_path: Path) -> Iterator[Agent]:
+    """An agent that takes states."""
+    agent = Agent(tmp_path / "buddy")
+    yield agent
+    agent.server.close()
+
+
+def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, buddy: Agent) -> None:
+    home, third = tmp_path / "home", tmp_path / "third"
+    home.mkdir()
+    third.mkdir()
+    slots = Slots(home, 2)
+    for step in (4, 8, 12):
+        keep(slots, step)
+        assert push(home, 2, step, buddy.at, TOKEN)
+    assert kept_steps(buddy.directory, 2) == (8, 12) and buddy.held == [2, 2, 2]
+    proves(buddy.directory, 12)
+    assert pull(third, 2, 8, {"n0": ("127.0.0.1", 1), "n1": buddy.at}, TOKEN)
+    proves(third, 8)
+    assert not pull(third, 2, 4, {"n1": buddy.at}, TOKEN), "nobody has it any more"
+    assert not push(home, 2, 4, buddy.at, TOKEN), "nor has this node"
+    keep(slots, 10)  # the job went back
+    assert push(home, 2, 10, buddy.at, TOKEN)
+    assert kept_steps(buddy.directory, 2) == (8, 10), "12 did not happen"
+
+
+def test_a_state_that_was_changed_on_the_way_is_not_kept(tmp_path: Path, buddy: Agent) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    keep(Slots(home, 2), 4)
+    (path,) = [path for path in home.iterdir() if marked_step(path) == 4]
+    data = bytearray(path.read_bytes())
+    data[9000] ^= 1
+    path.write_bytes(data)
+    assert not push(home, 2, 4, buddy.at, TOKEN)
+    assert kept_steps(buddy.directory, 2) == () and buddy.held == []
+
+
+def test_strangers_are_refused(tmp_path: Path, buddy: Agent) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    keep(Slots(home, 2), 4)
+    assert not push(home, 2, 4, buddy.at, b"x" * 32)
+    assert push(home, 2, 4, buddy.at, TOKEN)
+    assert not pull(tmp_path, 2, 4, {"n1": buddy.at}, b"x" * 32)
+    assert list(tmp_path.glob("memory-*")) == []
