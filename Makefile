@@ -59,8 +59,8 @@ storm: venv  ## second and third kills inside every phase of a recovery, then a 
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
 
-memory: venv  ## the memory tier: lost shards, torn and damaged states, each compared bit for bit (1 minute)
-	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py
+memory: venv  ## the memory tier: lost shards, torn and damaged states, lost hosts; each compared bit for bit (3 minutes)
+	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py tests/nodes/test_memory.py
 
 spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 minutes)
 	HOLDFAST_SPARES=1 $(VENV)/bin/python -m pytest tests/session/test_spares.py
