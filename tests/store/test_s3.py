@@ -301,6 +301,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload(s3_url: str, bucket: Url) ->
     check(large(2), resolve(bucket))
 
 
+@long
 @pytest.mark.processes
 def test_a_killed_writer_process_is_replaced(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +349,7 @@ def test_a_server_that_goes_away_and_comes_back(
 
         def blink() -> None:
             proxy.down()
-            time.sleep(1.0)
+            time.sleep(0.5)
             proxy.up()
 
         thread = in_the_middle(proxy, blink)
