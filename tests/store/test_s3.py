@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.core.ids import SaveId
+from holdfast.core.council import Claim
+from holdfast.core.ids import NodeId, SaveId
 from holdfast.errors import (
     CheckpointInvalid,
     HoldfastError,
@@ -23,6 +24,7 @@ from holdfast.errors import (
     StoreWriteError,
     UsageError,
 )
+from holdfast.runtime.council import claim_once
 from holdfast.store import s3
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.bucket import PART_SIZE_BYTES, Bucket
@@ -380,6 +382,19 @@ def test_an_answer_cut_in_the_middle(s3_url: str, bucket: Url, monkeypatch: pyte
         proxy.answers, proxy.after_size_bytes = 3, 1_000_000
         check(large(1), resolve(bucket))
         assert proxy.answers == 0
+
+
+def test_a_bucket_is_a_witness(s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two nodes that lost each other the first one goes on, and both are told the same, for ever."""
+    first, second = Claim(1, (NodeId("a"),)), Claim(1, (NodeId("b"),))
+    assert claim_once(bucket, "job", first) == claim_once(bucket, "job", second) == ("a",)
+    assert claim_once(bucket, "other", second) == ("b",)
+    assert claim_once(bucket, "job", Claim(2, (NodeId("b"),))) == ("b",)
+    assert Root(bucket).names() == []
+    with Proxy(s3_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.replace = (b"if-none-match", b"x-ignored-hdr")
+        assert claim_once(bucket, "third", first) == ()
 
 
 def test_who_may_only_read_can(s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,8 @@ FLAGS: tuple[Flag, ...] = (
          "--nnodes, --nproc-per-node, --node-rank, --master-addr and --bind", variable="RANK_TABLE_FILE"),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
-    _own("--witness", "text", "directory on shared storage: of two nodes, the one that claims it first goes on alone"),
+    _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
+         "it first goes on alone"),
     _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
     _own("--root", "text", "where checkpoints go, over the script's own word: a directory, or s3://bucket/prefix "
          "(docs/run-flags.md)", variable="HOLDFAST_CHECKPOINT"),

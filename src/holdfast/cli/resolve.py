@@ -88,7 +88,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         node=nodes.node,
         contacts=nodes.contacts,
         bind=nodes.bind,
-        witness=str(Path(values["witness"]).absolute()) if values["witness"] else "",
+        witness=str(absolute(values["witness"])) if values["witness"] else "",
         master_addr=str(values["master_addr"]),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),

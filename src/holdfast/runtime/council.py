@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,19 +43,22 @@ from holdfast.core.messages import (
     Send,
     VotersAre,
 )
-from holdfast.errors import InternalError, UsageError
+from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.journal import Journal
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.peers import Peers
 from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import Endpoint, RunDir, write_private
 from holdfast.runtime.settings import RunSettings
+from holdfast.store.opening import open_store
+from holdfast.store.place import Place, Url, place_of
 
 SILENT_ALONE_S = 15.0  # on one machine a silent controller is only busy, most of the time
 SILENT_S = 2.5
 GATHER_S = 2.0  # with enough nodes for the ranks there, wait so long for the spares
 FORM_S = 120.0
 POLL_S = 0.05
+CLAIM_SIZE_BYTES_MAX = 1 << 20
 
 
 def load_kept(run: RunDir) -> Kept:
@@ -276,8 +278,8 @@ class Council:
 
     async def _claim(self, claim: Claim) -> None:
         assert self.peers is not None, "one node claims nothing"
-        root = Path(self._settings.witness)
-        voters = await asyncio.to_thread(claim_once, root, self.peers.job, claim)
+        witness = place_of(self._settings.witness)
+        voters = await asyncio.to_thread(claim_once, witness, self.peers.job, claim)
         self._journal.append("witness_said", {"number": claim.number, "voters": [str(v) for v in voters]})
         self._driver.post(WitnessSaid(number=claim.number, voters=voters))
 
@@ -292,8 +294,10 @@ class Council:
             self._driver.fail(error)
 
 
-def claim_once(root: Path, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Make the name of this change at the witness, or read who made it; empty: the directory cannot be used."""
+def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
+    """Make the name of this change at the witness, or read who made it; empty: the witness cannot be used."""
+    if isinstance(root, Url):
+        return _claim_in_bucket(root, job, claim)
     directory = root / f".holdfast-witness-{job}"
     target = directory / f"electorate-{claim.number:06d}.json"
     draft = directory / f".{claim.number}.{os.getpid()}.{time.monotonic_ns()}"
@@ -308,4 +312,18 @@ def claim_once(root: Path, job: str, claim: Claim) -> tuple[NodeId, ...]:
             draft.unlink(missing_ok=True)
         return tuple(NodeId(v) for v in msgspec.json.decode(target.read_bytes(), type=list[str]))
     except (OSError, msgspec.MsgspecError):
+        return ()
+
+
+def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
+    """As :func:`claim_once`: whoever creates the object first goes on."""
+    name = f"electorate-{claim.number:06d}.json"
+    store = open_store(root)
+    try:
+        store.probe()  # on a server that ignores conditions both would have made it
+        with store.create(f".holdfast-witness-{job}") as directory:
+            directory.create(name, msgspec.json.encode(claim.voters), "")
+            said = directory.read(name, CLAIM_SIZE_BYTES_MAX)
+        return tuple(NodeId(v) for v in msgspec.json.decode(said, type=list[str]))
+    except (StoreError, msgspec.MsgspecError):
         return ()

@@ -56,7 +56,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, ...
     ] = ()  # "host:port" of agents to ask first; the owner of the first one founds the job
     bind: str = "127.0.0.1"  # where this node listens for others
-    witness: str = ""  # directory on shared storage that decides between two nodes
+    witness: str = ""  # place on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt
     role: str = "default"
