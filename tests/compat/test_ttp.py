@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast import journal
-from holdfast.compat.dump import Here
+from holdfast.compat.dump import Faulted, Here
 from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token
 from holdfast.compat.processor import start_controller
 from holdfast.errors import AuthError, UsageError
@@ -109,6 +109,58 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if exists(pid):
             os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+STOPPED = """
+import sys
+from holdfast.compat import framework_ttp as ttp
+ttp.ttp_init_processor(0, [0, 1], 2, 2, 1)
+ttp.ttp_start_processor("127.0.0.1", int(sys.argv[1]))
+while True:
+    ttp.ttp_start_updating_os(-1)
+    ttp.ttp_end_updating_os(1)
+"""
+
+
+def test_a_stopped_rank_leaves_when_the_controller_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, path = free_port(), tmp_path / "log.jsonl"
+    monkeypatch.setenv(LOG_VARIABLE, str(path))
+    pid = start_controller("127.0.0.1", port, 2)
+    until("it listens", lambda: journal.read(path).events)
+    rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
+    other = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), "worker")
+    try:
+        other.send(Here(rank=1, world_size=2, pid=1))
+        until("both are here", lambda: len([e for e in journal.read(path).events if e.kind == "here"]) == 2)
+        other.send(Faulted(rank=1, what="it failed, and does not answer"))
+        until("rank 0 stands", lambda: [e for e in journal.read(path).events if e.kind == "stands"])
+        os.kill(pid, 9)
+        assert rank.wait(BOUND_S) == 1
+        assert rank.stderr is not None and "the TTP controller is lost" in rank.stderr.read()
+    finally:
+        rank.kill()
+        rank.communicate()
+        other.close()
+        os.waitpid(pid, 0)
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "none" / "log.jsonl"))
+    with pytest.raises(UsageError, match="cannot write the log"):
+        start_controller("127.0.0.1", free_port(), 2)
+
+
+def test_a_script_that_exits_well_is_no_fault() -> None:
+    from holdfast.compat import framework_ttp as ttp
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        train()
 
 
 def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> None:

@@ -352,7 +352,9 @@ def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
             result = train(*args, **kwargs)
         except BaseException as error:
             processor = _state.processor
-            if processor is not None:
+            if isinstance(error, SystemExit) and not error.code:
+                tft_destroy_processor()
+            elif processor is not None:
                 processor.fault(f"{type(error).__name__}: {error}")
                 processor.wait_end()
             raise

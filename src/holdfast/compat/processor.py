@@ -7,6 +7,7 @@ an update that has begun is complete.
 Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
 2. The save handler runs only while no update is under way, with the step that was told.
+3. A stopped process ends: by the controller's order, or because the controller is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from holdfast.compat.dump import (
@@ -38,6 +40,7 @@ from holdfast.compat.dump import (
 from holdfast.compat.line import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.rundir import open_log
 
 log = logging.getLogger("holdfast")
 
@@ -53,10 +56,15 @@ def start_controller(host: str, port: int, world_size: int) -> int:
     """Start the controller's process, which outlives this one; returns its pid.
 
     Raises:
-        UsageError: the address is seen by other machines and there is no secret.
+        UsageError: the address is seen by other machines and there is no secret, or the log cannot be written.
     """
     secret = make_token(host, port)
     logged = os.environ.get(LOG_VARIABLE, LOG_NAME)
+    try:
+        os.close(open_log(Path(logged)))
+    except OSError as error:
+        raise UsageError(f"cannot write the log of the TTP controller, {logged}: {error.strerror}",
+                         hint=f"{LOG_VARIABLE}=FILE names another one") from error  # fmt: skip
     words = [
         sys.executable,
         "-m",
@@ -176,10 +184,13 @@ class Processor:
             try:
                 message = self._channel.receive()
             except (OSError, ProtocolError) as error:
-                if not self._left:
-                    log.error(
-                        "holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error
+                if self._left:
+                    return
+                if self._limit is not None:  # a fault has stopped the job, and nobody is left to decide
+                    self._exit(
+                        Exit(step=self.step, saved=False, reason=f"the TTP controller is lost: {error}")
                     )
+                log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)
                 return
             match message:
                 case Stop():
