@@ -205,4 +205,7 @@ def test_every_share_of_a_large_job_is_whole(monkeypatch: pytest.MonkeyPatch) ->
                 for item in shares.items(rank):
                     written[item.fqn] += item.part.numel
             assert written == {t.fqn: copies * prod(t.shape) for t in catalogue.tensors}
-            assert 4 * max(loads) <= 4 * sum(loads) / 64 + 2 * planner.PART_SIZE_BYTES_MIN
+            stage = [max(loads[rank : rank + 8]) - min(loads[rank : rank + 8]) for rank in range(0, 64, 8)]
+            assert 4 * max(stage) <= 2 * planner.PART_SIZE_BYTES_MIN
+            if kind != "pipeline":  # there, stages differ in what they hold
+                assert 4 * max(loads) <= 4 * sum(loads) / 64 + 2 * planner.PART_SIZE_BYTES_MIN
