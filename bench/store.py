@@ -288,7 +288,7 @@ def report(result: dict[str, Any]) -> None:
     best = min(("disk_plain", "disk_early", "disk_direct"), key=lambda name: durable[name])
     print(
         f"\nStall {stall['holdfast'] / stall['memcpy']:.2f} x memcpy, "
-        f"{stall['holdfast'] / stall['dcp_async']:.2f} x DCP's. "
+        f"{stall['holdfast'] / stall.get('dcp_async', float('nan')):.2f} x DCP's. "
         f"Disk rate reached: {durable['disk_plain'] / durable['holdfast']:.2f} of write + fsync, "
         f"{durable[best] / durable['holdfast']:.2f} of the best ({best}, "
         f"{STATE_SIZE_BYTES / 1e9 / durable[best]:.2f} GB/s). "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import signal
@@ -30,6 +31,25 @@ def place(request: pytest.FixtureRequest) -> Iterator[Path]:
     base = "/dev/shm" if request.param == "memory" else None
     with tempfile.TemporaryDirectory(prefix="holdfast-", dir=base) as name:
         yield Path(name)
+
+
+@pytest.mark.parametrize("shift", [0, 4096, 64, 1])
+def test_memory_that_lies_like_the_file_is_written_from_there(place: Path, shift: int) -> None:
+    """A header, then one long run from ``shift`` bytes behind a page on, in blocks; what is not aligned is copied."""
+    memory = mmap.mmap(-1, 3 * BUFFER_SIZE_BYTES)
+    memory[:] = os.urandom(len(memory))
+    run = memoryview(memory)[shift : 2 * BUFFER_SIZE_BYTES + 5000]
+    path = place / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        file = DirectFile(fd, path)
+        file.put(0, memoryview(b"h" * 8192))
+        for at in range(0, len(run), 1 << 20):
+            file.put(8192 + at, run[at : at + (1 << 20)])
+        file.finish()
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == b"h" * 8192 + bytes(run)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ from holdfast.store.handover import (
 )
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.place import Place
-from holdfast.store.plan import Plan
+from holdfast.store.plan import Plan, WriteItem
 from holdfast.store.values import encode_values
-from holdfast.store.writer import TensorSource, Written, part_bytes
+from holdfast.store.writer import TensorSource, Written, files_of, part_bytes
 
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
-_ALIGNMENT = 64
+_ALIGNMENT = 4096
 
 Done = Callable[[SaveId, Written | HoldfastError], None]
 
@@ -217,7 +217,7 @@ class BackgroundSaver:
         started_s = time.perf_counter()
         self._idle.wait()
         copied_s = time.perf_counter()
-        parts, size_bytes = _places(catalogue, plan, rank)
+        items, parts, size_bytes = _places(catalogue, plan, rank)
         job = SaveJob(
             root=str(root),
             save_id=save_id,
@@ -232,7 +232,7 @@ class BackgroundSaver:
         )
         self._idle.clear()
         try:
-            self._hand_over(save_id, job, plan, size_bytes, source)
+            self._hand_over(save_id, job, items, size_bytes, source)
         except BaseException:
             self._idle.set()
             raise
@@ -240,12 +240,12 @@ class BackgroundSaver:
         return Staged(copied, time.perf_counter() - copied_s, copied_s - started_s)
 
     def _hand_over(
-        self, save_id: SaveId, job: SaveJob, plan: Plan, size_bytes: int, source: TensorSource
+        self, save_id: SaveId, job: SaveJob, items: list[WriteItem], size_bytes: int, source: TensorSource
     ) -> None:
         description = msgspec.msgpack.encode(job)
         memory = self._pool.memory(size_bytes + len(description))
         device = source if isinstance(source, DeviceSource) else None
-        for item, part in zip(plan.items(job.rank), job.parts, strict=True):
+        for item, part in zip(items, job.parts, strict=True):
             if not part.size_bytes:
                 continue
             item_size_bytes = part.size_bytes // part.part.numel
@@ -293,12 +293,21 @@ class BackgroundSaver:
         )
 
 
-def _places(catalogue: Catalogue, plan: Plan, rank: int) -> tuple[tuple[StagedPart, ...], int]:
-    """Where each part of a share goes in the pool, and how many bytes they take."""
+def _places(
+    catalogue: Catalogue, plan: Plan, rank: int
+) -> tuple[list[WriteItem], tuple[StagedPart, ...], int]:
+    """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take.
+
+    The pool has the order of the files, and each file begins at a page: the disk can then read from the pool itself.
+    """
+    items: list[WriteItem] = []
     parts: list[StagedPart] = []
     end = 0
-    for item in plan.items(rank):
-        size_bytes = item.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[item.fqn].dtype]
-        parts.append(StagedPart(item.fqn, item.part, end, size_bytes))
-        end += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(parts), end
+    for group in files_of(plan.items(rank), catalogue):
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for item in group:
+            size_bytes = item.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[item.fqn].dtype]
+            items.append(item)
+            parts.append(StagedPart(item.fqn, item.part, end, size_bytes))
+            end += size_bytes
+    return items, tuple(parts), end

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -185,7 +186,8 @@ class PoolReader:
 
     def source(self, job: SaveJob) -> StagedSource:
         """The tensors of ``job``."""
-        return StagedSource({(p.fqn, p.part): self._bytes(p.start, p.size_bytes) for p in job.parts})
+        assert self._map is not None
+        return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts})
 
     def _bytes(self, start: int, size_bytes: int) -> memoryview:
         assert self._map is not None
@@ -197,9 +199,18 @@ class PoolReader:
 class StagedSource:
     """Staged parts as a ``TensorSource``."""
 
-    def __init__(self, parts: dict[tuple[str, Box], memoryview]) -> None:
+    def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart]) -> None:
+        self._pool = pool
         self._parts = parts
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Bytes of one staged part."""
-        return self._parts[fqn, box]
+        part = self._parts[fqn, box]
+        return self._pool[part.start : part.start + part.size_bytes]
+
+    def run(self, items: Sequence[WriteItem]) -> memoryview | None:
+        """Bytes of several staged parts that follow each other."""
+        parts = [self._parts[item.fqn, item.part] for item in items]
+        if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
+            return None
+        return self._pool[parts[0].start : parts[-1].start + parts[-1].size_bytes]

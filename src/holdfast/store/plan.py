@@ -116,6 +116,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         self.lost: list[tuple[tuple[int, tuple[int, ...]], list[Box]]] = []
         self.sizes = self._measure()
         self.fills = self._deal()
+        self.made: dict[int, tuple[WriteItem, ...]] = {}
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -201,6 +202,11 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def __getitem__(self, rank: int) -> tuple[WriteItem, ...]:
         if rank not in self.sources:
             raise KeyError(rank)
+        if rank not in self.made:
+            self.made[rank] = self._make(rank)
+        return self.made[rank]
+
+    def _make(self, rank: int) -> tuple[WriteItem, ...]:
         items: list[WriteItem] = []
         for ranks, boxes in self._streams(rank).items():
             items += [WriteItem(fqn, box, part) for fqn, box, part in self._stretch(ranks, rank, boxes)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import xxhash
@@ -35,12 +35,22 @@ from holdfast.store.plan import Plan, WriteItem
 from holdfast.store.validity import read_index, seal_of, share_damage
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
 
+BLOCK_SIZE_BYTES = 16 * 1024 * 1024
+
 
 class TensorSource(Protocol):
     """Gives the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """C-contiguous bytes of exactly this box; they must not change before the save returns."""
+
+
+@runtime_checkable
+class ContiguousSource(TensorSource, Protocol):
+    """A source that may keep what is written as it will lie in the file."""
+
+    def run(self, items: Sequence[WriteItem]) -> memoryview | None:
+        """The bytes of all items, one after the other; None when they do not lie so."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -76,7 +86,7 @@ def write_share(
         threads: extents hashed and written at the same time.
         direct: past the page cache: less work for a busy machine, but who reads it back soon reads from the disk.
             With several threads, or where the file system cannot, it means nothing.
-        progress: called with the size in bytes of every extent that was hashed and written.
+        progress: called with the size in bytes of everything that was written, piece by piece.
 
     Raises:
         StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
@@ -99,7 +109,7 @@ def write_share(
         )
         name = form.rank_name(rank)
         done = directory.exists(name)
-        groups = _files(plan.items(rank), catalogue)
+        groups = files_of(plan.items(rank), catalogue)
         files, records = share.measure(groups) if done else share.write(groups)
         manifest = RankManifest(
             form.FORMAT_VERSION, save_id, rank, catalogue.world, catalogue.digest, plan.sources, plan.copies,
@@ -210,7 +220,10 @@ class _Share:
             self.progress(len(extent[1]))
             return digest
 
-        if self.threads > 1 and len(extents) > 1:
+        whole = self.source.run(items) if self.direct and isinstance(self.source, ContiguousSource) else None
+        if whole is not None:
+            digests = iter(self._beside([extent for _, extent in extents], header.data_start, whole, put))
+        elif self.threads > 1 and len(extents) > 1:
             with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-write") as pool:
                 digests = iter(list(pool.map(run, extents)))
         else:
@@ -230,6 +243,16 @@ class _Share:
                     tuple(next(digests) for _ in range(count)),
                 )
             )
+
+    def _beside(self, extents: Sequence[memoryview], start: int, whole: memoryview, put: Put) -> list[str]:
+        """Put all data of a file in large blocks, and hash its extents meanwhile."""
+        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
+            digests = pool.submit(lambda: [xxhash.xxh3_64_hexdigest(extent) for extent in extents])
+            for at in range(0, len(whole), BLOCK_SIZE_BYTES):
+                block = whole[at : at + BLOCK_SIZE_BYTES]
+                put(start + at, block)
+                self.progress(len(block))
+            return digests.result()
 
     def _header(self, items: Sequence[WriteItem]) -> tuple[bytes, Header]:
         tensors = self.catalogue.by_fqn
@@ -253,7 +276,7 @@ def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> m
     return data[start:stop]
 
 
-def _files(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
+def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
     """Deal items to files (invariant 3); wide elements first inside a file, so that all stay aligned."""
     groups: list[list[WriteItem]] = []
     seen: dict[str, int] = {}
