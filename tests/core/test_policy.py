@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation, judge
+from holdfast.core.ladder import judge
+from holdfast.core.policy import STOP_CODE, Answered, Failure, Situation
 from holdfast.exits import Exit
 
 CONFIG = Config(run_id="r", world_size=4, max_restarts=3, restart_window_s=100.0)

@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.cli.table import place
 from holdfast.core.ids import RUN_ID_PATTERN
+from holdfast.core.ladder import Ladder
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS
 from holdfast.runtime.peers import address_towards
@@ -409,8 +410,10 @@ def _spares(values: Mapping[str, Any]) -> int:
             f"--spares {count}: only a torch script can be built beforehand",
             hint="leave --spares out: a lost worker is forked from the zygote",
         )
-    if count and str(values["on_fault"]) == "restart":
-        raise UsageError(f"--spares {count} with --on-fault restart: no spare would ever be used")
+    if count and not Ladder.parse(str(values["on_fault"])).tries("replace"):
+        raise UsageError(
+            f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used"
+        )
     return count
 
 
@@ -422,14 +425,11 @@ def _memory_every(text: str) -> int:
     return int(text)
 
 
-def _on_fault(values: Mapping[str, Any]) -> Literal["auto", "restart"]:
-    match values["on_fault"]:
-        case "auto":
-            return "auto"
-        case "restart":
-            return "restart"
-        case other:
-            raise UsageError(f"--on-fault {other} is not known", hint="--on-fault auto or --on-fault restart")
+def _on_fault(values: Mapping[str, Any]) -> str:
+    """Raises: UsageError, by ``Ladder.parse``."""
+    spec = str(values["on_fault"])
+    Ladder.parse(spec)
+    return spec
 
 
 def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:

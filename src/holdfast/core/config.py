@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 
@@ -28,7 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 16  # faults answered within the window below
     restart_window_s: float = 3600.0
     verify: bool = False  # copies of the state are compared before it is saved or given away
-    on_fault: Literal["auto", "restart"] = "auto"  # "restart": never replace single ranks
+    on_fault: str = "auto"  # see ``ladder.Ladder.parse``
     replacements_max: int = 2  # newcomers lost before they joined, until all workers are restarted
     retries_per_step_max: int = 2  # retries in place of one step before its workers are restarted
     save_attempts_max: int = 3  # last-gasp attempts of one recovery

@@ -199,6 +199,10 @@ class Job:
         """The nodes that are heard, with their slots, in their order."""
         return [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
 
+    def heard(self) -> set[str]:
+        """Names of the nodes that are there."""
+        return {str(node) for node, _ in self._up()}
+
     def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
         """Node and local rank for a newcomer in place of each dead member, by rank; some are missing for want of room.
 

@@ -1,7 +1,8 @@
-"""What to do about a fault: the lowest rung of the ladder that can work, and why.
+"""What is known about a fault, what was decided, and when a run has to stop whatever could answer it.
 
-Theory. A pure function of the situation after quiescence, the history of this run and the budget. It is asked
-once per decision, never remembers anything, and names its evidence, so that a report can be checked by hand.
+Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget: the
+stops here come first, then the rungs of ``core/ladder.py``. It never remembers anything, and names its evidence, so
+that a report can be checked by hand.
 
 Invariants:
 1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
@@ -29,6 +30,7 @@ Action = Literal[
     "restart_from_memory",
     "restart_checkpoint",
     "restart_fresh",
+    "requeue",
     "stop_user_bug",
     "stop_bad_input",
     "stop_budget",
@@ -96,6 +98,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     memory_step: int = -1  # all ranks can start again from states in memory of this step
     failures: tuple[Failure, ...] = ()
     room: str = ""  # more ranks can run than do
+    fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
+    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are gone
+    causes: tuple[str, ...] = ()  # of the faults that are answered, see ``ladder.CAUSES``
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +111,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     save: bool = False
     memory_step: int = -1  # the step of the states in memory that are used
+    rung: str = ""  # of the ladder; empty: the run stops
+    refused: tuple[str, ...] = ()  # why the rungs before it were not taken
 
     @property
     def stops(self) -> bool:
@@ -113,100 +120,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.action in STOP_CODE
 
 
-def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict:
-    """Pick the rung. ``now`` in seconds, on the clock of ``Answered.at_s``."""
-    savable = situation.session and bool(situation.step) and not situation.uncovered
-    progress = savable and (situation.step or 0) > situation.base_step
-    stop = _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
-    if stop is not None:
-        return msgspec.structs.replace(stop, save=progress)
-    if not situation.session:
-        return Verdict(
-            action="restart_fresh",
-            reason="the script has no session: all workers start again",
-            evidence=_failure_lines(situation),
-        )
-    if situation.room and savable:
-        return Verdict(
-            action="restart_last_gasp",
-            reason=f"{situation.room}: all workers start again there",
-            evidence=_failure_lines(situation),
-            save=True,
-        )
-    retries = sum(1 for a in history if a.action == "retry_in_place" and a.step == (situation.step or 0))
-    if situation.all_alive and situation.all_sound and retries < config.retries_per_step_max:
-        return Verdict(
-            action="retry_in_place",
-            reason="every rank is alive and sound: the step is run again",
-            evidence=(f"{retries} retries of step {situation.step} before",),
-        )
-    if not situation.step:
-        return Verdict(
-            action="restart_fresh",
-            reason="nothing was committed yet: all workers start again",
-            evidence=_failure_lines(situation),
-        )
-    if not situation.all_alive and not situation.unreplaceable:
-        return Verdict(
-            action="replace",
-            reason=f"every box has a living holder at step {situation.step}: only the lost ranks are replaced",
-            evidence=_failure_lines(situation),
-        )
-    if not situation.all_alive and situation.memory_here >= 0:
-        return _replaced_from_memory(situation, situation.step)
-    if savable:
-        return Verdict(
-            action="restart_last_gasp",
-            reason=f"every box has a living holder at step {situation.step}: no step is lost",
-            evidence=(*_not_in_place(situation), *_failure_lines(situation)),
-            save=True,
-        )
-    return _going_back(situation, situation.step)
-
-
-def _going_back(situation: Situation, step: int) -> Verdict:
-    """The state of ``step`` is lost: from the newest one that is left, all start again."""
-    if situation.memory_step >= 0:
-        return Verdict(
-            action="restart_from_memory",
-            reason=f"every rank has a state of step {situation.memory_step} in memory: "
-            f"{step - situation.memory_step} steps are done again",
-            evidence=(*_not_in_place(situation), situation.uncovered, *_failure_lines(situation)),
-            memory_step=situation.memory_step,
-        )
-    if situation.checkpoint_known:
-        return Verdict(
-            action="restart_checkpoint",
-            reason=f"no last-gasp of step {step}: {situation.uncovered}",
-            evidence=_failure_lines(situation),
-        )
-    if situation.unequal:
-        return Verdict(
-            action="restart_fresh",
-            reason=f"{situation.unequal}, and nothing was saved since the start: all of it is computed again",
-            evidence=_failure_lines(situation),
-        )
-    return Verdict(
-        action="stop_nothing_to_resume",
-        reason=f"step {step} has no living holder and no checkpoint was sealed",
-        evidence=(situation.uncovered, *_failure_lines(situation)),
-    )
-
-
-def _replaced_from_memory(situation: Situation, step: int) -> Verdict:
-    back = situation.memory_here
-    what = (
-        f"the lost ranks have left their state of step {step} in memory: only they are replaced"
-        if back == step
-        else f"every rank has a state of step {back} in memory: only the lost ones are replaced, "
-        f"all go back from {step}, {step - back} steps are done again"
-    )
-    return Verdict(
-        action="replace_from_memory",
-        reason=what,
-        evidence=(*_not_in_place(situation), *_failure_lines(situation)),
-        memory_step=back,
-    )
+def stop_for(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict | None:
+    """Why the run ends with this fault, whatever rung could answer it; None: it goes on."""
+    return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 
 def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
@@ -241,11 +157,3 @@ def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) ->
         f"{config.max_restarts} are allowed",
         evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),
     )
-
-
-def _not_in_place(situation: Situation) -> tuple[str, ...]:
-    return (f"not in place: {situation.unreplaceable}",) if situation.unreplaceable else ()
-
-
-def _failure_lines(situation: Situation) -> tuple[str, ...]:
-    return tuple(f"rank {f.rank} at step {f.step}: {f.kind}: {f.what}" for f in situation.failures)

@@ -28,6 +28,7 @@ from holdfast.core.fault import Fault, FaultKind, Seen
 from holdfast.core.gasp import Gasp
 from holdfast.core.ids import NodeId, memory_name
 from holdfast.core.job import Job
+from holdfast.core.ladder import judge
 from holdfast.core.membership import Member
 from holdfast.core.messages import (
     FaultSeen,
@@ -43,7 +44,7 @@ from holdfast.core.messages import (
     StateRefused,
 )
 from holdfast.core.phases import PHASES, Phase
-from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict, judge
+from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict
 from holdfast.core.replacement import Replacement
 from holdfast.core.sightings import Vouched
 from holdfast.core.survey import Survey
@@ -386,6 +387,8 @@ class Recovery:
             action=verdict.action,
             reason=verdict.reason,
             evidence=list(verdict.evidence),
+            rung=verdict.rung,
+            refused=list(verdict.refused),
             step=job.step,
             memory_step=verdict.memory_step,
             at_s=now,
@@ -421,6 +424,8 @@ class Recovery:
         elif verdict.action in ("replace", "replace_from_memory"):
             self._replace(verdict, decided)
             return
+        elif verdict.action == "requeue":
+            self.final = (Exit.REQUEUE, verdict.reason)
         elif verdict.action == "restart_from_memory":
             self._resume = memory_name(verdict.memory_step)
         elif job.config.library:

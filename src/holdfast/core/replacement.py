@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from holdfast.core.decision import Decided, Report
 from holdfast.core.job import Job
+from holdfast.core.ladder import Ladder
 from holdfast.core.membership import Member
 from holdfast.core.messages import Joined, MemberExited, Receive, Settled, StateOffered
 
@@ -57,7 +58,7 @@ class Replacement:
             return "the workers belong to another launcher"
         if config.alone:
             return "a minority only seals"
-        if config.on_fault == "restart":
+        if not any(map(Ladder.parse(config.on_fault).tries, ("replace", "node", "memory"))):
             return "all workers are restarted on request"
         if not all(m.live and m.opened_step is not None for m in living):
             return "the groups of the living cannot be rebuilt in place"

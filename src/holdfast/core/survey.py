@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from holdfast.core.decision import Decided, Report
-from holdfast.core.fault import Fault
+from holdfast.core.fault import Fault, FaultKind
 from holdfast.core.gasp import Gasp
 from holdfast.core.job import Job
+from holdfast.core.membership import Member
 from holdfast.core.memory import NONE, kept_by, newest_complete, replacement_step
 from holdfast.core.messages import Settled
 from holdfast.core.phases import NO_PAGE
@@ -73,6 +74,11 @@ class Survey:
             memory_here=self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),
             failures=_failures(faults),
+            fewer=f"there is room for {job.room()} of {job.world_size} ranks"
+            if job.room() < job.world_size
+            else "",
+            lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
+            causes=tuple(sorted({_cause_of(f, members) for f in faults if "planned" not in f.passed})),
             room=f"there is room for {job.room()} ranks, {job.world_size} run"
             if job.room() > job.world_size
             else "",
@@ -124,6 +130,24 @@ class Survey:
         if missing:
             return f"rank(s) {missing[:8]} published no layout"
         return job.uncovered(job.roster.layouts_as_text(), sources)
+
+
+CAUSE_OF: dict[FaultKind, str] = {
+    "signal": "crash",
+    "exit": "crash",
+    "exception": "crash",
+    "startup": "crash",
+    "hang": "hang",
+    "silent": "hang",
+    "collective": "network",
+    "corruption": "corruption",
+}
+"""What ``--on-fault cause:rung`` calls each kind; the rest is ``other``."""
+
+
+def _cause_of(fault: Fault, members: Sequence[Member]) -> str:
+    gone = any(m.member_id == fault.member_id and m.exited and m.exited.detail == NO_PAGE for m in members)
+    return "node" if gone else CAUSE_OF.get(fault.kind, "other")
 
 
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:

@@ -65,7 +65,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 16
     restart_window_s: float = 3600.0
-    on_fault: Literal["auto", "restart"] = "auto"
+    on_fault: str = "auto"  # see ``core.ladder``
     monitor_interval_s: float = 0.1
     grace_s: float = 300.0
     quiesce_s: float = 5.0
