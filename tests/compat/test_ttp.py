@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import journal
 from holdfast.compat.dump import Faulted, Here
-from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token
+from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token, token_path
 from holdfast.compat.processor import start_controller
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.channel import BlockingChannel
@@ -105,6 +105,7 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         until(
             "it ends with its last rank", lambda: [e for e in journal.read(path).events if e.kind == "gone"]
         )
+        until("its secret is gone", lambda: not token_path("127.0.0.1", port).exists())
     finally:
         if exists(pid):
             os.kill(pid, 9)
@@ -144,6 +145,7 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
         rank.communicate()
         other.close()
         os.waitpid(pid, 0)
+        token_path("127.0.0.1", port).unlink(missing_ok=True)
 
 
 def test_a_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +190,4 @@ def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> 
     finally:
         ttp.tft_destroy_processor()
         del os.environ[LOG_VARIABLE]
+        token_path("127.0.0.1", port).unlink(missing_ok=True)

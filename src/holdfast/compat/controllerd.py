@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from holdfast.compat.dump import After, Controller, Event, FromRank, Here, Log, Lost, Over, Send, Timer
-from holdfast.compat.line import LINES, Message
+from holdfast.compat.line import LINES, Message, drop_token
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.rundir import read_token
@@ -94,7 +94,12 @@ async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) 
 
 def main(host: str, port: str, world_size: str, token_file: str, log: str) -> int:
     """Arguments as strings, from the command line."""
-    return asyncio.run(serve(host, int(port), int(world_size), read_token(Path(token_file)), Path(log)))
+    path = Path(token_file)
+    secret = read_token(path)
+    try:
+        return asyncio.run(serve(host, int(port), int(world_size), secret, Path(log)))
+    finally:
+        drop_token(path, secret)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import secrets
@@ -63,6 +64,15 @@ def make_token(host: str, port: int) -> Path:
     if TOKEN_VARIABLE not in os.environ:
         write_private(path, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
     return path
+
+
+def drop_token(path: Path, secret: bytes) -> None:
+    """Remove the private file of a controller that ends; the user's own, or a successor's, stays."""
+    if TOKEN_VARIABLE in os.environ:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes().strip() == secret:
+            path.unlink()
 
 
 def token(host: str, port: int) -> bytes:

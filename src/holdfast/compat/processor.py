@@ -58,13 +58,13 @@ def start_controller(host: str, port: int, world_size: int) -> int:
     Raises:
         UsageError: the address is seen by other machines and there is no secret, or the log cannot be written.
     """
-    secret = make_token(host, port)
     logged = os.environ.get(LOG_VARIABLE, LOG_NAME)
     try:
         os.close(open_log(Path(logged)))
     except OSError as error:
         raise UsageError(f"cannot write the log of the TTP controller, {logged}: {error.strerror}",
                          hint=f"{LOG_VARIABLE}=FILE names another one") from error  # fmt: skip
+    secret = make_token(host, port)
     words = [
         sys.executable,
         "-m",
