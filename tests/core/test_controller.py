@@ -171,6 +171,21 @@ class Job:
         return finish
 
 
+def test_a_job_level_answer_saves_and_leaves_for_the_scheduler() -> None:
+    job = Job(on_fault="job").up()
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    (order, _) = job.sent(Settle)
+    assert job.record("verdict")["rung"] == "requeue" and order.save is not None
+    job.seal(order)
+    assert {leave.code for leave in job.sent(Leave)} == {Exit.REQUEUE}
+    job.exit(0, code=75)
+    job.exit(2, code=75)
+    assert job.outcome().code == Exit.REQUEUE and "the scheduler starts the job again" in job.outcome().reason
+    assert not job.sent(StartMembers)
+
+
 def test_start_waits_for_the_agents_and_seats_every_rank() -> None:
     job = Job(world_size=4, nnodes=2)
     job.post(AgentHello(node_id=NodeId("a"), slots=2, pid=1))

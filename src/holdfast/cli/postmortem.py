@@ -267,7 +267,9 @@ def _evidence(case: _Case) -> list[str]:
         f"rank {', '.join(sorted(ranks, key=int))} came to rest: {where}" for where, ranks in states.items()
     ]
     found += [str(line) for line in case.last("planned").get("evidence", [])]
-    found += [str(line) for line in case.last("verdict").get("evidence", [])]
+    verdict = case.last("verdict")
+    found += [str(line) for line in verdict.get("evidence", [])]
+    found += [f"not taken: {line}" for line in verdict.get("refused", []) if not line.startswith("grow: ")]
     if len(found) > EVIDENCE_MAX:
         found = [*found[:EVIDENCE_MAX], f"and {len(found) - EVIDENCE_MAX} lines more: --json, events.jsonl"]
     return found
