@@ -131,7 +131,12 @@ class Tier:
         if rank.client is None or rank.catalogue_version == self._version:
             return
         self._version, layouts = rank.catalogue_version, rank.layouts
-        catalogue = catalogue_of({int(r): data for r, data in layouts.items()})
+        try:
+            catalogue = catalogue_of({int(r): data for r, data in layouts.items()})
+        except StateError as error:
+            log.warning("holdfast: what a loss costs is not known: %s", error)  # and nothing could be saved
+            self._alone, self._said = False, True
+            return
         self._alone = any(len(who) == 1 for tensor in catalogue.tensors for _, who in catalogue.boxes(tensor))
         if self._version > 1 and not self._said:  # the first layouts lack what the first update makes
             self._said = True
