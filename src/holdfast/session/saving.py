@@ -50,6 +50,7 @@ CATALOGUE_TIMEOUT_S = 15.0
 SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SEAL_POLL_S = 0.02
+SEAL_POLL_MAX_S = 0.32  # many ranks ask one server
 
 
 Values = Callable[[Collected], dict[str, object]]
@@ -281,13 +282,14 @@ class Saver:
 
     def _await_seal(self, path: Place) -> bool:
         """The other ranks are writing their shares."""
-        deadline_s = time.monotonic() + SEAL_TIMEOUT_S
+        deadline_s, pause_s = time.monotonic() + SEAL_TIMEOUT_S, SEAL_POLL_S
         while time.monotonic() < deadline_s and not self._rank.fenced:
             with open_attempt(path) as attempt:
                 sealed = attempt.exists(SEAL_NAME)
             if sealed and inspect(path).valid:
                 return True
-            time.sleep(SEAL_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, SEAL_POLL_MAX_S)
         return False
 
     def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
