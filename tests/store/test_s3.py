@@ -332,7 +332,8 @@ def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> threading.Thread:
     goal = proxy.passed_size_bytes + PART_SIZE_BYTES * 9 // 8
 
     def wait() -> None:
-        while proxy.passed_size_bytes < goal:
+        deadline_s = time.monotonic() + 60
+        while proxy.passed_size_bytes < goal and time.monotonic() < deadline_s:
             time.sleep(0.002)
         action()
 
