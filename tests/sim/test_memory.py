@@ -15,7 +15,7 @@ from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import SimResult, World, run_sim
 
 RANKS = 4
-SEEDS = 150
+SEEDS = 80
 
 
 def run(seed: int, world: type[World] = World) -> SimResult:
@@ -25,15 +25,15 @@ def run(seed: int, world: type[World] = World) -> SimResult:
     return run_sim(RANKS, seed, faults, shards=RANKS, memory=1 + seed % 3, world=world)
 
 
-def caught(world: type[World]) -> set[str]:
-    """Names of the checks that the first seeds raise."""
-    names = set()
+def catches(world: type[World], name: str) -> bool:
+    """Run seeds until this check raises."""
     for seed in range(SEEDS):
         try:
             run(seed, world)
         except Violation as violation:
-            names.add(violation.name)
-    return names
+            if violation.name == name:
+                return True
+    return False
 
 
 def test_a_lost_shard_comes_back_whatever_happens() -> None:
@@ -42,7 +42,7 @@ def test_a_lost_shard_comes_back_whatever_happens() -> None:
         found = run(seed)
         assert found.code == 0, f"seed {seed}: {found.reason}"
         actions.update(str(r.data["action"]) for r in found.records if r.kind == "verdict")
-    assert actions["replace_from_memory"] > 50 and actions["restart_from_memory"] > 20, actions
+    assert actions["replace_from_memory"] > 25 and actions["restart_from_memory"] > 10, actions
     assert actions["replace"] == actions["restart_last_gasp"] == actions["stop_nothing_to_resume"] == 0, (
         actions
     )
@@ -108,7 +108,7 @@ def test_mutant_that_copies_over_the_newest_state_and_leaves_its_marker() -> Non
     class Mutant(World):
         memory_type = Torn
 
-    assert "memory_is_one_step" in caught(Mutant)
+    assert catches(Mutant, "memory_is_one_step")
 
 
 def test_mutant_that_does_not_go_back_with_the_others() -> None:
@@ -122,4 +122,4 @@ def test_mutant_that_does_not_go_back_with_the_others() -> None:
     class Mutant(World):
         worker_type = Stubborn
 
-    assert "updates_what_it_holds" in caught(Mutant)
+    assert catches(Mutant, "updates_what_it_holds")

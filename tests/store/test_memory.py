@@ -99,7 +99,7 @@ while True:
 @pytest.mark.processes
 def test_a_process_killed_while_it_copies_leaves_the_state_before(tmp_path: Path) -> None:
     torn = 0
-    for number in range(12):
+    for number in range(6):
         place = tmp_path / str(number)
         place.mkdir()
         root = str(Path(__file__).parents[2])
