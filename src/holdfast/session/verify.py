@@ -20,6 +20,7 @@ from holdfast.adapters.base import Adapter, Collected, ComparesCopies
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.core.sightings import CopyDigest, ranks_text
 from holdfast.core.vote import Ballot, Tally
+from holdfast.errors import StateError
 from holdfast.session.rank import Rank
 from holdfast.store.copies import Copies, Extent, Group, runs
 from holdfast.store.layout import Catalogue
@@ -69,6 +70,7 @@ class Verifier:
 
         Raises:
             PeerLost: the vote broke.
+            StateError: the ranks do not stand at the same place.
         """
         here = (self._rank.machine.generation, self._rank.step)
         if not self.active or self._agreed == here:
@@ -85,6 +87,8 @@ class Verifier:
         if tally.differ:
             self.tell(here[1])
             return False
+        if not tally.passed:
+            raise StateError(f"step {here[1]}: the copies of the state were not compared: {tally.reason}")
         if not tally.compared:
             log.warning("holdfast: step %d: the copies of the state could not be compared", here[1])
         self._agreed = here
