@@ -57,6 +57,17 @@ def test_a_kill_in_any_phase_loses_nothing(state: str, rank: int) -> None:
         assert lost == [0]
 
 
+def test_a_torn_update_costs_no_step() -> None:
+    fault = SimFault(kind="glitch", at_s=0.5, rank=1, state="updating", delay_s=0.0)
+    actions = set()
+    for seed in range(8):
+        result = run_sim(4, seed, (fault,))
+        assert any(r.kind == "settled" and r.data["state"] == "torn" for r in result.records)
+        assert (result.code, result.step) == (Exit.OK, 12)
+        actions |= {r.data["action"] for r in result.records if r.kind == "verdict"}
+    assert "replace" in actions
+
+
 def test_phases_of_a_recovery_never_go_backwards() -> None:
     seen = 0
     for seed in range(40):

@@ -12,7 +12,7 @@ pp-tp     both: pairs inside each half
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.drill.model import VOCABULARY, Block, Gpt, Size, Stage, next_byte_loss
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Schedule1F1B
 
 SPLIT = 2
 
@@ -86,6 +88,8 @@ def _copied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _pipeline(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches: int) -> Divided:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow, and only needed here
+
     split = SPLIT if layout == "pp-tp" else 1
     shape = (SPLIT, world_size // SPLIT // split, split)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("stages", "copies", "split"))

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -113,7 +112,7 @@ class Parts:
     network: nn.Module
     copy: int | None
     group: Any
-    pipeline: Schedule1F1B | None
+    pipeline: Any
     optimizer: Optimizer
     scheduler: LRScheduler
     loader: DataLoader[Pair]

@@ -40,6 +40,8 @@ class Copy(NamedTuple):
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     """The copy that this rank holds, or holds a part of; a rank is one by itself when nothing else is known."""
+    if world_size == 1:
+        return Copy(0, 1)
     mesh = sharded_mesh(model)
     if mesh is not None and (coordinate := mesh.get_coordinate()) is not None:
         index = 0

@@ -81,8 +81,11 @@ def instances(module: str, kind: str) -> list[Any]:
     """All living objects of a class that this process may have imported; for those that nobody names to us."""
     if module not in sys.modules:
         return []
-    found: type = getattr(sys.modules[module], kind)
-    return [item for item in gc.get_objects() if isinstance(item, found)]
+    classes = {getattr(sys.modules[module], kind)}
+    while more := {derived for each in classes for derived in each.__subclasses__()} - classes:
+        classes |= more
+    # An object refers to its class. Not isinstance(): it reads __class__, which some objects answer with code.
+    return [item for item in gc.get_referrers(*classes) if type(item) in classes]
 
 
 def _heal_schedule(schedule: Any) -> None:
