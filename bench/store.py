@@ -10,12 +10,10 @@ written by 4 processes in three ways). The clock of "durable" stops after fsync.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import mmap
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -85,8 +83,6 @@ class Contenders:
                 name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in self.local.items()
             }
         self._prepare_holdfast(rows)
-        self._manager: Any = None
-        self._flash: Any = None
         self._stager = DefaultStager(StagingOptions(False, True, False, False))
         self._warm = np.ones(SHARE_SIZE_BYTES, np.uint8)
         pages = mmap.mmap(-1, SHARE_SIZE_BYTES)
@@ -200,51 +196,9 @@ class Contenders:
         upload = getattr(future, "upload_completion", future)
         return lambda: upload.result() and None
 
-    def torch_checkpointing(self, where: Path) -> Begun:
-        """The package of that name: its background process; it does not fsync, so that is done for it."""
-        if self._manager is None:
-            module = importlib.import_module("torch_checkpointing")
-            self._manager = module.CheckpointManager(module.CheckpointManager.Config.with_async_save())
-        future = self._manager.save(str(where / "checkpoint"), {"state": self.local})
-
-        def wait() -> None:
-            future.result()
-            for path in where.rglob("*"):
-                if path.is_file():
-                    fsync(path)
-
-        return wait
-
-    def _dlrover(self, where: Path, kind: str) -> Begun:
-        module = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
-        home = where.parent / "dlrover"
-        if self._flash is None:
-            count = RANKS if self.sharded else 1
-            self._flash = module.DdpCheckpointer(str(home), local_shard_num=count, global_shard_num=count)
-        self.step += 1
-        step, path = self.step, home / str(self.step) / f"rank_{self.rank}.pt"
-        self._flash.save_checkpoint(step, self.local, str(path), storage_type=module.StorageType[kind])
-
-        def wait() -> None:
-            told = home / "dlrover_latest.txt"
-            while kind == "DISK" and not (told.exists() and int(told.read_text() or "-1") >= step):
-                time.sleep(0.005)
-
-        return wait
-
-    def dlrover_memory(self, where: Path) -> Begun:
-        """DLRover's flash checkpoint into shared memory (under its launcher): nothing is on disk."""
-        return self._dlrover(where, "MEMORY")
-
-    def dlrover_disk(self, where: Path) -> Begun:
-        """The same, and its agent writes it out; "durable" is its commit, it never calls fsync."""
-        return self._dlrover(where, "DISK")
-
     def close(self) -> None:
         """End what contenders keep."""
         self.saver.close()
-        if self._manager is not None:
-            self._manager.close()
         self._stager.close()
 
 
@@ -347,38 +301,12 @@ def report(result: dict[str, Any]) -> None:
     )
 
 
-def under_dlrover(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the ranks under DLRover's master and agent: its flash checkpoint is the agent's work."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "ELASTIC_JOB_NAME": f"bench-{port}"}
-    master = [sys.executable, "-m", "dlrover.python.master.main", "--port", str(port), "--node_num", "1"]
-    master += ["--job_name", environment["ELASTIC_JOB_NAME"], "--platform", "local"]
-    environment |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_RANK": "0", "NODE_ID": "0"}
-    process = subprocess.Popen(master, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        launch = [str(Path(sys.executable).parent / "dlrover-run"), "--nnodes=1", *command[2:]]
-        return subprocess.run(
-            launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-        )
-    finally:
-        process.kill()
-        process.wait()
-
-
 def main() -> None:
     """Start both runs, or be one rank of one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=["sharded", "replicated"])
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--only", default=",".join(ALL), help="contenders, in this order")
-    parser.add_argument("--dlrover", action="store_true", help="run under DLRover, for its contenders")
     parser.add_argument("--dir", type=Path, default=Path("bench-store"))
     arguments = parser.parse_args()
     if "RANK" in os.environ:
@@ -404,12 +332,8 @@ def main() -> None:
             "--only",
             arguments.only,
         ]
-        done = (
-            under_dlrover(command)
-            if arguments.dlrover
-            else subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-            )
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
         )
         shutil.rmtree(arguments.dir, ignore_errors=True)
         report(next(json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")))
