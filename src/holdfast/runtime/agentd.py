@@ -211,7 +211,12 @@ class AgentDaemon:
 
     def _watch_launcher(self) -> None:
         parent = os.getppid()
-        if parent == 1 or self._settings.library:
+        if self._settings.library:
+            return
+        if self._run.launcher_is_gone():  # before this successor of a dead agent could look
+            self._driver.post(LauncherGone())
+            return
+        if parent == 1 and not self._run.launcher_lock.exists():
             return
         try:
             pidfd = os.pidfd_open(parent)
