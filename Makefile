@@ -30,7 +30,7 @@ drill: venv  ## a real training job, undisturbed and with injected faults, compa
 	$(VENV)/bin/holdfast drill
 
 test: venv  ## the test suite (under 10 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: venv  ## lint, format, types, rings
 	VENV=$(VENV) scripts/check

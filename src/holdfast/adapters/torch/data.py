@@ -18,7 +18,9 @@ Sources, by what the user gives:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -234,7 +236,7 @@ class MapSource:
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=_init_of(loader),
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
             prefetch_factor=loader.prefetch_factor,
@@ -299,6 +301,32 @@ class MapSource:
         """Stop loader workers."""
         _shut(self._iterator)
         self._iterator = None
+
+
+def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
+    """What a loader worker runs first: it leaves when the process that forked it was killed meanwhile, then the user's.
+
+    torch's own watch begins later, and takes whoever is the parent then for the right one.
+    """
+    init = loader.worker_init_fn
+    context = loader.multiprocessing_context
+    if context is None:  # asked so that nothing is decided by asking
+        method = (
+            multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        )
+    else:
+        method = context.get_start_method()
+    if method != "fork":  # started by a server or by a command: the parent says nothing
+        return init
+    parent = os.getpid()
+
+    def begin(worker: int) -> None:
+        if os.getppid() != parent:
+            os._exit(0)
+        if init is not None:
+            init(worker)
+
+    return begin
 
 
 class _PlacedSource(MapSource):
