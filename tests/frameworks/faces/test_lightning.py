@@ -80,7 +80,8 @@ def test_graceful_exit_and_the_next_run(
     epoch, steps = divmod(left.step, 3)
     left_to_do = 3 * BATCHES - epoch * BATCHES - 2 * steps
     rehearsed = seen["calls"] - left_to_do  # the first step, without effect, until DDP has its final buckets
-    assert 0 < rehearsed <= 6 and rehearsed % 2 == 0
+    calls = 1 if steps == 2 else 2  # of that step: the last one of an epoch has a single batch
+    assert 0 < rehearsed <= 3 * calls and rehearsed % calls == 0
 
 
 def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
