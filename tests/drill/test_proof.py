@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, groupby, product
 from pathlib import Path
 
 import pytest
@@ -111,7 +111,9 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
     results = tmp_path / "results"
     outcome = runner.run("disturbed", ("--result", str(results)), faults, SEED)
     assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
-    assert [event.data["action"] for event in outcome.events if event.kind == "verdict"] == rungs
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    # Of ranks killed together one may be known to be dead a decision earlier than the next one.
+    assert [action for action, _ in groupby(actions)] == rungs
     assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
 

@@ -95,6 +95,7 @@ def disturbed(where: Path, bucket: Url) -> list[str]:
     return outputs
 
 
+@long
 def test_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
     outputs = disturbed(tmp_path / "disturbed", bucket)
     look_at(bucket, tmp_path / "disturbed")
