@@ -7,7 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.tail import LAST_LINES, FileTail, LogTail, attempts, last_lines, ranks_of
+from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
+from holdfast.runtime.rundir import LAST_LINES, last_lines
 
 
 def log(root: Path, attempt: int, rank: int, text: str) -> Path:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from holdfast.cli.console import Screen
 from holdfast.cli.view import RECOVERY_PHASES
+from holdfast.drill.excerpt import text
 from holdfast.drill.grammar import Fault, parse_fault
 from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torch
 from holdfast.drill.timeline import FaultReport
@@ -104,7 +105,7 @@ def show(verdict: Verdict) -> None:
     for number, fault in enumerate(verdict.faults, 1):
         console.print(Text(f"\nfault {number}: {headline(fault)}", style="bold"))
         console.print(timeline(fault))
-    slowest = max((fault.resumed_s or 0.0 for fault in verdict.faults), default=0.0)
+    resumed = [fault.resumed_s for fault in verdict.faults if fault.resumed_s is not None]
     console.print()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("steps lost", str(verdict.steps_lost))
@@ -118,8 +119,8 @@ def show(verdict: Verdict) -> None:
     table.add_row(
         "run time", f"{verdict.undisturbed_s:.1f} s undisturbed, {verdict.disturbed_s:.1f} s disturbed"
     )
-    if verdict.faults:
-        table.add_row("slowest recovery", f"{slowest:.2f} s from the fault to the next committed step")
+    if resumed:
+        table.add_row("slowest recovery", f"{max(resumed):.2f} s from the fault to the next committed step")
     for missed in verdict.missed:
         table.add_row("not injected", missed)
     console.print(table)
@@ -128,7 +129,8 @@ def show(verdict: Verdict) -> None:
         return
     why = verdict.reason or (f"the disturbed run ended with code {verdict.code}" if verdict.code else "")
     console.print(Text(f"FAILED{': ' if why else ''}{why}", style="bold red"))
-    console.print(f"  log: {verdict.directory}.log\n  next: holdfast status {verdict.directory}")
+    next_ = f"  log: {verdict.directory}.log\n  next: holdfast status {verdict.directory}"
+    console.print(Text("\n".join(filter(None, (next_, text(verdict.last_words))))), soft_wrap=True)
 
 
 def headline(fault: FaultReport) -> str:

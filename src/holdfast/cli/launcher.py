@@ -20,13 +20,13 @@ from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import facts, fault_text, plural, span
-from holdfast.cli.tail import LogTail, last_lines
+from holdfast.cli.tail import LogTail
 from holdfast.cli.view import FaultView, RunView, Watch
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import MEANING, Exit
 from holdfast.runtime.launch import AgentLink, start_agent
-from holdfast.runtime.rundir import RunDir, log_path, try_lock
+from holdfast.runtime.rundir import RunDir, last_lines, log_path, try_lock
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls

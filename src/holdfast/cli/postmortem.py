@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.tail import last_lines
 from holdfast.cli.view import RECOVERY_PHASES, FaultView, Story
 from holdfast.journal import Event
-from holdfast.runtime.rundir import RunDir, log_path, write_private
+from holdfast.runtime.rundir import RunDir, last_lines, log_path, write_private
 
 REPORTS = "faults"
 EVIDENCE_MAX = 9
@@ -171,7 +170,7 @@ class Casebook:
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
             log=str(log),
-            log_tail=last_lines(log)[-LOG_LINES_MAX:] if fault.kind in ("exception", "exit") else [],
+            log_tail=last_lines(log, LOG_LINES_MAX) if fault.kind in ("exception", "exit") else [],
             action=fault.action,
             reason=fault.reason,
             decision=_decision(planned, verdict),

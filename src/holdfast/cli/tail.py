@@ -10,7 +10,6 @@ from holdfast.runtime.rundir import log_path
 
 READ_SIZE_BYTES_MAX = 1 << 20
 LINE_SIZE_BYTES_MAX = 64 * 1024
-LAST_LINES = 20
 _ATTEMPT = re.compile(r"attempt-(\d{3,})")
 _RANK = re.compile(r"rank-(\d{5,})\.log")
 
@@ -101,15 +100,3 @@ class LogTail:
         for rank, tail in sorted(self._tails.items()):
             for line in tail.drain():
                 yield rank, line
-
-
-def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
-    """The last lines of a log; empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            size_bytes = file.seek(0, 2)
-            file.seek(max(0, size_bytes - LINE_SIZE_BYTES_MAX))
-            data = file.read(LINE_SIZE_BYTES_MAX)
-    except FileNotFoundError:
-        return []
-    return data.decode(errors="replace").splitlines()[-count:]

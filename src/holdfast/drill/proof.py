@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
+from holdfast.drill.excerpt import Excerpt, last_words
 from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
@@ -50,7 +51,8 @@ class Exercise:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected."""
+    """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected;
+    ``last_words``: of a run that did not end well."""
 
     identical: bool
     steps_lost: int
@@ -68,6 +70,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     missed: list[str]
     directory: str
     reason: str = ""
+    last_words: list[Excerpt] = []
 
     @property
     def passed(self) -> bool:
@@ -150,6 +153,7 @@ class Drill:
             missed=[str(fault) for fault in faults[len(reports) :]],
             directory=str(outcome.directory),
             reason=reason,
+            last_words=last_words(outcome.directory) if outcome.code != Exit.OK or outcome.stalled else [],
         )
 
     def _run(self, name: str, faults: Sequence[Fault]) -> Outcome:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import journal
+from holdfast.drill.excerpt import last_words, launcher_log, text
 from holdfast.drill.grammar import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
 from holdfast.drill.watch import Run, alive
@@ -46,7 +47,7 @@ class Outcome:
     @property
     def log(self) -> Path:
         """What the launcher printed."""
-        return self.directory.with_suffix(".log")
+        return launcher_log(self.directory)
 
 
 class Runner:
@@ -84,7 +85,7 @@ class Runner:
         """
         directory = self.base / name
         started_s = time.monotonic()
-        with directory.with_suffix(".log").open("wb") as log:
+        with launcher_log(directory).open("wb") as log:
             launcher = subprocess.Popen(
                 [*self._launch(name, len(faults)), *self.command, *extra],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -168,10 +169,11 @@ def injected_path(directory: Path) -> Path:
 
 
 def failed(directory: Path, code: int) -> ScriptError:
-    """The error for a run that ended badly where it must not; quotes the end of what it printed."""
-    log = directory.with_suffix(".log")
-    tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-8:])
-    return ScriptError(f"the {directory.name} run ended with code {code}:\n  {tail}", hint=f"less {log}")
+    """The error for a run that ended badly where it must not, with its last words."""
+    said = text(last_words(directory))
+    return ScriptError(
+        f"the {directory.name} run ended with code {code}:\n{said}", hint=f"less {launcher_log(directory)}"
+    )
 
 
 def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:

@@ -18,6 +18,8 @@ from holdfast.errors import AuthError, UsageError
 TOKEN_SIZE_BYTES = 32
 SHARED_MEMORY = Path("/dev/shm")
 SPARE_PAGE = "spare-"
+LAST_LINES = 20
+TAIL_SIZE_BYTES = 64 * 1024
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -222,6 +224,18 @@ def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
 def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     """Log (stdout and stderr) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
+
+
+def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
+    """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(max(0, size_bytes - TAIL_SIZE_BYTES))
+            data = file.read(TAIL_SIZE_BYTES)
+    except FileNotFoundError:
+        return []
+    return data.decode(errors="replace").splitlines()[-count:]
 
 
 def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
