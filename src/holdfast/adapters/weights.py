@@ -16,6 +16,9 @@ from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place
 from holdfast.store.reader import Opened, load_catalogue, load_values_of_all
 
+BESIDE_THE_MODEL = ("optimizer.", "scheduler.", "scaler.", "state.")
+"""How names of tensors begin that come and go with the training, whatever the model."""
+
 
 def joined_values(path: Place | Opened, names: Collection[str] | None = None) -> dict[str, Plain]:
     """The values of the first writer, with optimizer state, aliases and transient names of all of them.
@@ -64,8 +67,8 @@ def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
     return [t.fqn for t in catalogue.tensors if t.fqn not in other]
 
 
-def weights_of(path: Place) -> list[str]:
-    """As :func:`weights`, of the checkpoint in directory ``path``.
+def weights_of(path: Place | Opened) -> list[str]:
+    """As :func:`weights`, of one checkpoint.
 
     Raises:
         CheckpointInvalid: damaged.

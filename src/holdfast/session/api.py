@@ -118,7 +118,8 @@ def load(
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
     from holdfast.adapters.torch.state import TorchState
-    from holdfast.store.reader import Target, load_catalogue, load_into
+    from holdfast.adapters.weights import BESIDE_THE_MODEL
+    from holdfast.store.reader import Target, load_catalogue, load_into, opened
     from holdfast.store.root import resolve
     from holdfast.store.validity import inspect
 
@@ -130,14 +131,16 @@ def load(
     judged = inspect(found, deep=True)
     if not judged.valid:
         raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt verify {found}")
-    catalogue = load_catalogue(found)
     none: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
-    restore = TorchState(model, {}).restore(catalogue, none, cast=cast)
-    targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
-    wanted = {target.fqn for target in targets}
-    own = ("optimizer.", "scheduler.", "scaler.", "state.")
-    known = [t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(own)]
-    report = load_into(found, targets, known=known, optional=tuple(optional), strict=strict)
+    with opened(found) as source:
+        catalogue = load_catalogue(source)
+        restore = TorchState(model, {}).restore(catalogue, none, cast=cast)
+        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        wanted = {target.fqn for target in targets}
+        known = [
+            t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(BESIDE_THE_MODEL)
+        ]
+        report = load_into(source, targets, known=known, optional=tuple(optional), strict=strict)
     restore.finish(report.untouched)
     return report
 

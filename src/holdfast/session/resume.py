@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast.adapters.base import Adapter
-from holdfast.adapters.weights import joined_values
+from holdfast.adapters.weights import BESIDE_THE_MODEL, joined_values
 from holdfast.core.ids import MEMORY
 from holdfast.errors import (
     CheckpointInvalid,
@@ -41,8 +41,6 @@ from holdfast.store.root import Root, resolve
 log = logging.getLogger("holdfast")
 
 KEY_TIMEOUT_S = 600.0
-BESIDE_THE_MODEL = ("optimizer.", "scheduler.", "scaler.", "state.")
-"""How names of tensors begin that come and go with the training, whatever the model."""
 WHY_LENGTH_MAX = 4000
 
 

@@ -26,7 +26,7 @@ from holdfast.store.codec import encode_header
 from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
 from holdfast.store.place import Place
-from holdfast.store.reader import Loader, load_catalogue, opened
+from holdfast.store.reader import Loader, Opened, load_catalogue, opened
 
 THREADS = 4
 SLAB_SIZE_BYTES = 64 * 1024 * 1024
@@ -59,7 +59,7 @@ def holdings(path: Place, pattern: str = "*") -> list[Holding]:
 
 
 def merge(
-    path: Place,
+    path: Place | Opened,
     target: Path,
     *,
     file_size_bytes_max: int = 0,
@@ -84,9 +84,8 @@ def merge(
     """
     parent = parent_of_new(target)
     with opened(path) as source:
-        attempt, index = source.directory, source.index
-        loader = Loader(attempt, index, THREADS)
-        tensors = [t for t in index.catalogue.tensors if names is None or t.fqn in names]
+        loader = Loader(source.directory, source.index, THREADS)
+        tensors = [t for t in source.index.catalogue.tensors if names is None or t.fqn in names]
         if file_size_bytes_max:
             made = _merge_directory(loader, tensors, target, file_size_bytes_max, progress)
             return tuple(str(target / name) for name in made)

@@ -28,12 +28,11 @@ from holdfast.adapters.values import Plain, join
 from holdfast.adapters.weights import is_sessions, joined_values, weights, weights_of
 from holdfast.errors import CheckpointInvalid, StoreWriteError
 from holdfast.store.files import Directory
-from holdfast.store.layout import Box, Catalogue
+from holdfast.store.layout import Box
 from holdfast.store.place import Place
-from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.reader import Opened, Target, load_into, opened
 from holdfast.store.root import resolve
 from holdfast.store.tools import merge, new_directory, parent_of_new
-from holdfast.store.validity import inspect
 
 Form = Literal["dcp", "torch", "hf"]
 FILE_SIZE_BYTES_MAX = 5_000_000_000
@@ -66,12 +65,15 @@ def export_checkpoint(
         CheckpointInvalid: damaged.
         StoreWriteError: the output cannot be written; nothing of it is left.
     """
-    found, goal = resolve(path), Path(target)
+    goal = Path(target)
     parent = parent_of_new(goal)
-    if to == "hf":
-        names = frozenset(weights_of(found))
-        return merge(found, goal, file_size_bytes_max=file_size_bytes_max, names=names, progress=progress)
-    state = _state(found, parent, progress)
+    with opened(resolve(path)) as source:
+        if to == "hf":
+            names = frozenset(weights_of(source))
+            return merge(
+                source, goal, file_size_bytes_max=file_size_bytes_max, names=names, progress=progress
+            )
+        state = _state(source, parent, progress)
     if to == "torch":
         with Directory.open(parent) as directory, directory.temporary(goal.name, "export") as fd:
             _write_file(state, fd, goal)
@@ -114,13 +116,13 @@ def _cause(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _state(path: Place, scratch: Path, progress: Progress) -> dict[str, Any]:
+def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
     """The whole training state of a checkpoint as one tree; its tensors lie in a scratch file."""
-    catalogue, values = load_catalogue(path), joined_values(path)
-    step = inspect(path).step
+    catalogue, values = source.index.catalogue, joined_values(source)
+    step = source.index.save_id.step
     wanted = {t.fqn: (TORCH_DTYPES[t.dtype], t.shape) for t in catalogue.tensors}
     tensors = scratch_tensors(wanted, scratch)
-    _fill(path, catalogue, tensors, progress)
+    _fill(source, tensors, progress)
     model = {fqn: tensors[fqn] for fqn in weights(catalogue, values)}
     if not is_sessions(values):
         return {"model": model, "step": step}
@@ -130,7 +132,7 @@ def _state(path: Place, scratch: Path, progress: Progress) -> dict[str, Any]:
         while isinstance(stands_for, dict):  # an array
             stands_for = stands_for["array"]
         if stands_for not in tensors:
-            raise CheckpointInvalid(f"{path}: the values name {stands_for}, which the catalogue lacks")
+            raise CheckpointInvalid(f"{source}: the values name {stands_for}, which the catalogue lacks")
         return tensors[stands_for]
 
     def whole(key: str) -> dict[str, Any]:
@@ -147,8 +149,9 @@ def _state(path: Place, scratch: Path, progress: Progress) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key in ("model", "step") or value}
 
 
-def _fill(path: Place, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
+def _fill(source: Opened, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
     """Read and verify everything, some tensors at a time."""
+    catalogue = source.index.catalogue
     batch: list[Target] = []
     size_bytes = 0
     for entry in catalogue.tensors:
@@ -156,7 +159,7 @@ def _fill(path: Place, catalogue: Catalogue, tensors: Mapping[str, torch.Tensor]
         batch.append(Target(entry.fqn, Box.whole(entry.shape), entry.dtype, data, entry.shape))
         size_bytes += len(data)
         if size_bytes >= BATCH_SIZE_BYTES or entry is catalogue.tensors[-1]:
-            load_into(path, batch, known=catalogue.by_fqn)
+            load_into(source, batch, known=catalogue.by_fqn)
             progress(size_bytes)
             batch, size_bytes = [], 0
 
