@@ -6,6 +6,7 @@ ours and nothing from the network is needed.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -19,12 +20,12 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 
 def sources(root: Path) -> list[Path]:
     """All ``.py`` files below ``root`` in the order of their relative paths, tests and installed packages left out."""
-    found = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if not EXCLUDED.intersection(parts[:-1]):
-            found.append((parts, path))
-    return [path for _, path in sorted(found)]
+    found: list[tuple[str, ...]] = []
+    for place, directories, files in os.walk(root):
+        directories[:] = set(directories) - EXCLUDED  # installed packages are many: not even looked at
+        parts = Path(place).relative_to(root).parts
+        found += [(*parts, name) for name in files if name.endswith(".py")]
+    return [root.joinpath(*parts) for parts in sorted(found)]
 
 
 def load(size_bytes: int, root: Path | None = None) -> npt.NDArray[np.uint8]:
