@@ -209,7 +209,8 @@ def test_agents_that_never_come_end_the_run_and_are_counted() -> None:
 def test_a_death_fences_saves_and_restarts_without_loss() -> None:
     job = Job().up()
     job.exit(1)
-    assert [f.dead_ranks for f in job.sent(Fence)] == [(1,), (1,)]
+    assert [f.member_id for f in job.sent(Fence)] == [job.members[0], job.members[2]]
+    assert job.record("fenced")["dead_ranks"] == [1]
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     kinds = [c.kind if isinstance(c, Record) else type(c).__name__ for c in job.last]

@@ -14,7 +14,7 @@ from holdfast.errors import AuthError, ProtocolError
 from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, WireMessage, frame
 
 TOKEN = b"t" * 32
-FENCE = Fence(member_id=MemberId(3), generation=Generation(1, 2), reason="why", dead_ranks=(1, 2))
+FENCE = Fence(member_id=MemberId(3), generation=Generation(1, 2), reason="why")
 
 
 def pair(

@@ -191,7 +191,6 @@ class Fence(Message, frozen=True):
     member_id: MemberId
     generation: Generation  # the new one
     reason: str
-    dead_ranks: tuple[int, ...] = ()
 
 
 class SaveOrder(msgspec.Struct, frozen=True):

@@ -86,7 +86,6 @@ class Recovery:
         self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
-        self._dead: tuple[int, ...] | None = None  # ranks that a fence names; None: to be counted again
 
     # ---------------------------------------------------------------- events
 
@@ -139,7 +138,6 @@ class Recovery:
         one; but a newcomer that dies before it has joined is nobody's peer yet: another one takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
-        self._dead = None
         newcomer = next(
             (m for m in self.job.roster.members if m.joining and m.member_id == fault.member_id), None
         )
@@ -256,7 +254,6 @@ class Recovery:
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
         self.gasp.writing.discard(member.rank)
-        self._dead = None
         for fault in self.faults:
             if fault.member_id == member.member_id and member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail
@@ -339,7 +336,6 @@ class Recovery:
         job = self.job
         self._go("fault")
         self._suspicion = None
-        self._dead = None
         self._reports = {}
         self._rewind = -1
         self.decided = None
@@ -465,9 +461,7 @@ class Recovery:
         job = self.job
         who, generation = member.member_id, job.generation
         if self.phase == "fencing":
-            if self._dead is None:
-                self._dead = tuple(m.rank for m in job.roster.members if not m.alive or m.failed)
-            return Fence(member_id=who, generation=generation, reason=self._reason, dead_ranks=self._dead)
+            return Fence(member_id=who, generation=generation, reason=self._reason)
         if self.phase == "replacing" and member.joining:
             return self.replacement.receive(member) if self.is_vouched else None
         if self.phase in ("saving", "retrying", "replacing"):
