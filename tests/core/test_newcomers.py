@@ -55,3 +55,22 @@ def test_when_all_are_torn_nobody_is_killed() -> None:
     job.settle(0, "torn", 5)
     assert job.record("verdict")["action"] == "stop_nothing_to_resume"
     assert not [c for c in job.log if isinstance(c, Send) and isinstance(c.message, KillMember)]
+
+
+def test_a_decision_asks_the_planner_once() -> None:
+    """It looks at the layouts of all ranks: in a large job that is the longest part of a decision."""
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    asked: list[tuple[int, ...]] = []
+
+    def counting(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
+        asked.append(sources)
+        return ""
+
+    job.controller.job.uncovered = counting
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    assert job.record("verdict")["action"] == "replace" and asked == [(0, 2)]

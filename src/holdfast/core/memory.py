@@ -20,13 +20,12 @@ from holdfast.core.messages import Settled
 
 NONE = -1
 
-
-Held = Mapping[int, frozenset[int]]
+Elsewhere = Mapping[int, frozenset[int]]
 """Steps by rank of states that other nodes have."""
 
 
 def kept_by(
-    members: Sequence[Member], answers: Mapping[int, Settled], held: Held
+    members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> dict[int, frozenset[int]]:
     """Steps that each rank has a state of: as it answered to the fence, as its agent found it after its death, or as
     another node has it."""
@@ -38,7 +37,7 @@ def kept_by(
             if m.exited is not None
             else ()
         )
-        | held.get(m.rank, frozenset())
+        | elsewhere.get(m.rank, frozenset())
         for m in members
     }
 
@@ -53,13 +52,13 @@ def replacement_step(
     decided: Decided,
     members: Sequence[Member],
     answers: Mapping[int, Settled],
-    held: Held,
+    elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
     """The step at which the lost ranks can be replaced from memory, beside the living; ``NONE``: they cannot."""
     if decided.step is None:
         return NONE
-    kept = kept_by(members, answers, held)
+    kept = kept_by(members, answers, elsewhere)
     if all(decided.step in kept[m.rank] for m in members if not m.alive):
         return decided.step
     back = newest_complete(kept, decided.step)

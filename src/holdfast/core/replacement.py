@@ -32,12 +32,8 @@ class Replacement:
         self._offers: dict[int, StateOffered] = {}
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
 
-    def why_not(self, decided: Decided, uncovered: str) -> str:
-        """Why the lost ranks cannot be replaced beside the living; empty when they can.
-
-        Args:
-            uncovered: why the sources do not hold every box, or empty.
-        """
+    def why_not(self, decided: Decided) -> str:
+        """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
         job = self.job
         living = job.roster.living
         if reason := self._barred(living):
@@ -49,7 +45,7 @@ class Replacement:
         homeless = next((m for m in dead if m.rank not in places), None)
         if homeless is not None:
             return f"{homeless.node_id} of rank {homeless.rank} is gone, and no other node has a free slot"
-        return uncovered
+        return ""
 
     def _barred(self, living: Sequence[Member]) -> str:
         """Why nobody can be replaced, whoever is lost."""

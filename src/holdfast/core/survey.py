@@ -53,8 +53,10 @@ class Survey:
     ) -> Situation:
         """All that the ladder may know."""
         job = self.job
-        members = job.roster.members
+        members, room = job.roster.members, job.room()
         finished = [m for m in members if m.finished is not None]
+        no_holder = self._why_no_holder(decided.sources)
+        not_beside = self._why_not_beside(decided, answers)
         return Situation(
             step=job.step or None,
             base_step=job.base_step,
@@ -64,27 +66,24 @@ class Survey:
             and decided.sound
             and len(finished) in (0, len(members))
             and not job.unequal,
-            uncovered=self._why_uncovered(decided),
+            uncovered=self._why_uncovered(decided, no_holder),
             checkpoint_known=job.sealed_step >= 0
             or job.base_step > 0
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members)
             or self.replacement.staged,
-            unreplaceable=self._why_unreplaceable(decided, answers, self._why_no_holder(decided.sources)),
+            unreplaceable=not_beside or no_holder,
             unequal=job.unequal,
-            memory_here=self._memory_here(decided, answers),
+            memory_here=NONE if not_beside else self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),
             failures=_failures(faults),
-            fewer=f"there is room for {job.room()} of {job.world_size} ranks"
-            if job.room() < job.world_size
-            else "",
+            fewer=f"there is room for {room} of {job.world_size} ranks" if room < job.world_size else "",
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
             causes=tuple(sorted({_cause_of(f, members) for f in faults if "planned" not in f.passed})),
-            room=f"there is room for {job.room()} ranks, {job.world_size} run"
-            if job.room() > job.world_size
-            else "",
+            room=f"there is room for {room} ranks, {job.world_size} run" if room > job.world_size else "",
         )
 
-    def _why_uncovered(self, decided: Decided) -> str:
+    def _why_uncovered(self, decided: Decided, no_holder: str) -> str:
+        """Why no last-gasp can be complete; ``no_holder``: why the sources of the decision do not hold all."""
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)
         if job.unequal:
@@ -95,22 +94,19 @@ class Survey:
             return f"no living rank holds the state of step {job.step}"
         if gasp.failures >= job.config.save_attempts_max:
             return f"{gasp.failures} attempts failed, the last one: {gasp.error}"
-        uncovered = self._why_no_holder(sources)
+        uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
-    def _why_unreplaceable(
-        self, decided: Decided, answers: Mapping[int, Settled], uncovered: str = ""
-    ) -> str:
+    def _why_not_beside(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+        """Why nobody can be replaced beside the living, wherever the state comes from; empty when they can."""
         if self.job.unequal:
             return self.job.unequal
         away = [rank for rank, report in answers.items() if report.away]
         if away:
             return f"rank {min(away)} is not inside its loop"
-        return self.replacement.why_not(decided, uncovered)
+        return self.replacement.why_not(decided)
 
     def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
-        if self._why_unreplaceable(decided, answers):
-            return NONE
         job = self.job
         return replacement_step(decided, job.roster.members, answers, job.held_elsewhere(), job.sealed_step)
 
@@ -118,9 +114,8 @@ class Survey:
         job = self.job
         if job.config.alone or job.unequal:
             return NONE
-        limit = (
-            job.step if decided.step is None else decided.step
-        )  # a fault before any session had opened again
+        # Without a decided step it was a fault before any session had opened again.
+        limit = job.step if decided.step is None else decided.step
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
