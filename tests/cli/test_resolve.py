@@ -153,3 +153,11 @@ def test_names_of_saves() -> None:
     shared = RunSettings(run_id="mine-node1", launch=launch, job="mine-node0-s012345")
     assert shared.saves_as == shared.job_id == "mine-node0-s012345"
     assert without_launch(shared.saves_as) == "mine-node0" and without_launch("mine") == "mine"
+
+
+def test_spares_are_for_every_rung_that_replaces_a_rank_on_its_node() -> None:
+    for ladder in ("auto", "replace", "memory"):
+        assert asked(spares=1, on_fault=ladder).settings.spares == 1
+    for ladder in ("restart", "node", "disk"):
+        with pytest.raises(UsageError, match="no spare would ever be used"):
+            asked(spares=1, on_fault=ladder)

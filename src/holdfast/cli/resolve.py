@@ -410,7 +410,7 @@ def _spares(values: Mapping[str, Any]) -> int:
             f"--spares {count}: only a torch script can be built beforehand",
             hint="leave --spares out: a lost worker is forked from the zygote",
         )
-    if count and not Ladder.parse(str(values["on_fault"])).tries("replace"):
+    if count and not Ladder.parse(str(values["on_fault"])).tries("replace", "memory"):
         raise UsageError(
             f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used"
         )

@@ -379,9 +379,9 @@ class Ladder(msgspec.Struct, frozen=True):
             order = _completed([begin, *above])
         return tuple(BY_NAME[name] for name in order)
 
-    def tries(self, name: str, causes: Sequence[str] = ()) -> bool:
-        """A rung of this name may be taken."""
-        return any(rung.name == name for rung in self.rungs(causes))
+    def tries(self, *names: str) -> bool:
+        """One of these rungs may be taken."""
+        return any(name in self.order for name in names)
 
 
 def _completed(named: Sequence[str]) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Replacement:
             return "the workers belong to another launcher"
         if config.alone:
             return "a minority only seals"
-        if not any(map(Ladder.parse(config.on_fault).tries, ("replace", "node", "memory"))):
+        if not Ladder.parse(config.on_fault).tries("replace", "node", "memory"):
             return "all workers are restarted on request"
         if not all(m.live and m.opened_step is not None for m in living):
             return "the groups of the living cannot be rebuilt in place"
