@@ -7,13 +7,14 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import AuthError, InternalError, PeerLost
 from holdfast.runtime import handover
+from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.handover import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
 from holdfast.store.layout import Box
 from tests.runtime.runs import SOURCE
@@ -106,10 +107,10 @@ def test_bytes_that_do_not_fit_their_digest_are_not_taken(
 ) -> None:
     digest, calls = handover._digest, 0
 
-    def flipped(data: bytes) -> int:
+    def flipped(views: Iterable[bytes | memoryview]) -> int:
         nonlocal calls
         calls += 1
-        return digest(data) ^ (calls == 3)
+        return digest(views) ^ (calls == 3)
 
     servers.add(0)
     servers.add(1)
@@ -164,3 +165,21 @@ def test_what_nobody_holds_is_named(servers: Servers, tmp_path: Path) -> None:
     servers.add(0)
     with pytest.raises(PeerLost, match="nobody gives big"):
         fetch(servers.at, servers.wanted((7,)), TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("start", "size_bytes"),
+    [(BIG, 1), (BIG - 3, 4), (0, PIECE_SIZE_BYTES + 1), (-1, 2), (0, 0), (0, -1)],
+)
+def test_a_question_for_bytes_that_are_not_there_is_refused(
+    servers: Servers, start: int, size_bytes: int
+) -> None:
+    servers.add(0)
+    line: BlockingChannel[handover.Talk] = BlockingChannel.connect(
+        handover._CODEC, *servers.at[0], TOKEN, handover.ROLE
+    )
+    piece = handover.Piece("big", (0,), (BIG,), start, size_bytes)
+    for pieces in ((piece,), ()):
+        line.send(handover.AskPieces(pieces))
+        assert isinstance(line.receive_answer(5.0), handover.Refusal)
+    line.close()

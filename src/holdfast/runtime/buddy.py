@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -98,12 +98,12 @@ class BuddyServer(AnswerServer[Talk]):
         self._incoming: dict[int, Incoming] = {}
         self._lock = threading.Lock()
 
-    def _answer(self, message: Talk) -> Talk:
+    def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
         try:
             with self._lock:
-                return self._do(message)
+                return self._do(message), ()
         except (StateError, CheckpointInvalid, OSError):
-            return Answer()
+            return Answer(), ()
 
     def _do(self, message: Talk) -> Talk:
         match message:

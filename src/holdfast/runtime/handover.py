@@ -2,8 +2,9 @@
 
 Theory. A newcomer knows from the layouts which ranks hold a box identical to its own. It cuts every box into pieces,
 gives each piece to the holder with the least to do, and asks all of them at once, one connection and one thread each.
-A piece carries the digest of its bytes; one that does not fit, or a holder that falls away, is made up for by another
-holder. Nothing is written to disk, and nothing is allocated by what a peer says: the sizes come from the layout.
+Pieces travel in batches, from the memory of the one into the memory of the other; a batch carries the digest of its
+bytes. One that does not fit, or a holder that falls away, is made up for by another holder. Nothing is written to disk,
+and nothing is allocated by what a peer says: the sizes come from the layout.
 
 Invariants:
 1. When :func:`fetch` returns, every byte of every buffer came with a digest that fits.
@@ -13,8 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn, TypeVar
 
 import msgspec
 import xxhash
@@ -27,9 +29,10 @@ from holdfast.wire import Codec
 
 PIECE_SIZE_BYTES = 4 * 1024 * 1024
 ROLE = "worker"
+A = TypeVar("A")
 
 
-class AskPiece(msgspec.Struct, frozen=True, tag=True):
+class Piece(msgspec.Struct, frozen=True):
     """Bytes ``start`` to ``start + size_bytes`` of a box."""
 
     fqn: str
@@ -39,11 +42,23 @@ class AskPiece(msgspec.Struct, frozen=True, tag=True):
     size_bytes: int
 
 
+class AskPieces(msgspec.Struct, frozen=True, tag=True):
+    """Together at most ``PIECE_SIZE_BYTES``."""
+
+    pieces: tuple[Piece, ...]
+
+
 class AskValues(msgspec.Struct, frozen=True, tag=True):
     """The plain values that are common to all ranks."""
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """An answer: the bytes follow in the order of the question; ``digest`` is xxh3-64 of all of them."""
+
+    digest: int
+
+
+class Values(msgspec.Struct, frozen=True, tag=True):
     """An answer; ``digest`` is xxh3-64 of ``data``."""
 
     data: bytes
@@ -56,7 +71,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Talk = AskPiece | AskValues | Piece | Refusal
+Talk = AskPieces | AskValues | Pieces | Values | Refusal
 _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
 
 View = Callable[[str, Box], memoryview]
@@ -86,17 +101,24 @@ class StateServer(AnswerServer[Talk]):
         self._values = values
         self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
 
-    def _answer(self, message: Talk) -> Talk:
+    def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
         if isinstance(message, AskValues):
-            return _piece(self._values)
-        if not isinstance(message, AskPiece) or not 0 <= message.size_bytes <= PIECE_SIZE_BYTES:
-            return Refusal("not a request")
+            return Values(self._values, _digest([self._values])), ()
+        if not isinstance(message, AskPieces) or not _is_right(message.pieces):
+            return Refusal("not a request"), ()
         try:
             with self._lock:
-                data = self._view(message.fqn, Box(message.offsets, message.sizes))
-                return _piece(bytes(data[message.start : message.start + message.size_bytes]))
+                found = [self._find(piece) for piece in message.pieces]
         except HoldfastError as error:
-            return Refusal(error.message)
+            return Refusal(error.message), ()
+        return Pieces(_digest(found)), found
+
+    def _find(self, piece: Piece) -> memoryview:
+        data = self._view(piece.fqn, Box(piece.offsets, piece.sizes))
+        end = piece.start + piece.size_bytes
+        if end > len(data):
+            raise ProtocolError(f"{piece.fqn} has {len(data)} bytes here, {end} were asked for")
+        return data[piece.start : end]
 
 
 def fetch(
@@ -118,8 +140,8 @@ def fetch(
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
-            values = pool.submit(_first, order, AskValues(), -1)
-            todo = _pieces(wanted)
+            values = pool.submit(_first_values, order)
+            todo = _parts(wanted)
             while todo:
                 shares = _share_out(todo, peers)
                 refused = pool.map(_take, [peers[rank] for rank in shares], shares.values())
@@ -137,9 +159,14 @@ class _Part(msgspec.Struct):
     start: int
     size_bytes: int
 
-    def ask(self) -> AskPiece:
+    @property
+    def piece(self) -> Piece:
         box = self.wanted.box
-        return AskPiece(self.wanted.fqn, box.offsets, box.sizes, self.start, self.size_bytes)
+        return Piece(self.wanted.fqn, box.offsets, box.sizes, self.start, self.size_bytes)
+
+    @property
+    def goal(self) -> memoryview:
+        return self.wanted.buffer[self.start : self.start + self.size_bytes]
 
 
 class _Peer:
@@ -153,44 +180,59 @@ class _Peer:
         self._lock = threading.Lock()
         self._channel: BlockingChannel[Talk] | None = None
 
-    def ask(self, question: Talk, size_bytes: int) -> bytes:
-        """The answer, checked; ``size_bytes`` -1: any. Raises: PeerLost."""
+    def values(self) -> bytes:
+        """The plain values, checked. Raises: PeerLost."""
         with self._lock:
-            if self.lost:
-                raise PeerLost(self.lost)
-            try:
-                if self._channel is None:
-                    host, port = self._at
-                    self._channel = BlockingChannel.connect(_CODEC, host, port, self._token, ROLE)
-                self._channel.send(question)
-                answer = self._channel.receive(TIMEOUT_S)
-            except (OSError, ProtocolError) as error:
-                self.lost = f"rank {self.rank} does not give its state: {error}"
-                raise PeerLost(self.lost) from error
-            if not isinstance(answer, Piece):
-                self.lost = f"rank {self.rank}: {getattr(answer, 'reason', 'answers nonsense')}"
-            elif size_bytes not in (-1, len(answer.data)) or answer.digest != _digest(answer.data):
-                self.lost = f"rank {self.rank} gave bytes that do not fit their digest"
-            else:
-                return answer.data
+            answer = self._ask(AskValues(), Values, ())
+            if answer.digest != _digest([answer.data]):
+                self._give_up("gave values that do not fit their digest")
+            return answer.data
+
+    def take(self, parts: Sequence[_Part]) -> None:
+        """Fill the memory of ``parts``, checked. Raises: PeerLost."""
+        goals = [part.goal for part in parts]
+        with self._lock:
+            answer = self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
+            if answer.digest != _digest(goals):
+                self._give_up("gave bytes that do not fit their digest")
+
+    def _ask(self, question: Talk, kind: type[A], goals: Sequence[memoryview]) -> A:
+        if self.lost:
             raise PeerLost(self.lost)
+        try:
+            if self._channel is None:
+                host, port = self._at
+                self._channel = BlockingChannel.connect(_CODEC, host, port, self._token, ROLE)
+            self._channel.send(question)
+            answer = self._channel.receive_answer(TIMEOUT_S)
+            if isinstance(answer, kind):
+                for goal in goals:
+                    self._channel.receive_raw(goal, TIMEOUT_S)
+                return answer
+        except (OSError, ProtocolError) as error:
+            self._give_up(f"does not give its state: {error}")
+        self._give_up(f"does not give its state: {getattr(answer, 'reason', 'it answers nonsense')}")
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.lost = f"rank {self.rank} {why}"
+        raise PeerLost(self.lost)
 
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
 
 
-def _first(peers: Sequence[_Peer], question: Talk, size_bytes: int) -> bytes:
-    """The answer of the first peer that has one."""
+def _first_values(peers: Sequence[_Peer]) -> bytes:
+    """Those of the first peer that has them."""
     for peer in peers[:-1]:
         try:
-            return peer.ask(question, size_bytes)
+            return peer.values()
         except PeerLost:
             continue
-    return peers[-1].ask(question, size_bytes)
+    return peers[-1].values()
 
 
-def _pieces(wanted: Sequence[Wanted]) -> list[_Part]:
+def _parts(wanted: Sequence[Wanted]) -> list[_Part]:
     return [
         _Part(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
         for want in wanted
@@ -217,18 +259,27 @@ def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, 
 
 def _take(peer: _Peer, parts: Sequence[_Part]) -> list[_Part]:
     """Fetch from one peer; returns what it did not give."""
-    for index, part in enumerate(parts):
+    done = 0
+    while done < len(parts):
+        end, size_bytes = done, 0
+        while end < len(parts) and size_bytes + parts[end].size_bytes <= PIECE_SIZE_BYTES:
+            size_bytes += parts[end].size_bytes
+            end += 1
         try:
-            data = peer.ask(part.ask(), part.size_bytes)
+            peer.take(parts[done:end])
         except PeerLost:
-            return list(parts[index:])
-        part.wanted.buffer[part.start : part.start + part.size_bytes] = data
+            return list(parts[done:])
+        done = end
     return []
 
 
-def _piece(data: bytes) -> Piece:
-    return Piece(data, _digest(data))
+def _is_right(pieces: Sequence[Piece]) -> bool:
+    sizes = [piece.size_bytes for piece in pieces]
+    return min(sizes, default=0) > 0 <= min(p.start for p in pieces) and sum(sizes) <= PIECE_SIZE_BYTES
 
 
-def _digest(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)
+def _digest(views: Iterable[bytes | memoryview]) -> int:
+    total = xxhash.xxh3_64()
+    for view in views:
+        total.update(view)
+    return total.intdigest()

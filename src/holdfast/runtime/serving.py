@@ -1,4 +1,7 @@
-"""A small server of questions and answers for processes of the same run: a thread per line, one answer per question."""
+"""A small server of questions and answers for processes of the same run: a thread per line, one answer per question.
+
+Large data follows an answer on the line as it lies in memory: no frame, no copy.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
@@ -33,8 +37,8 @@ class AnswerServer(ABC, Generic[M]):
         self._peers: set[socket.socket] = set()
 
     @abstractmethod
-    def _answer(self, message: M) -> M:
-        """In the thread of the line."""
+    def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
+        """The answer, and what follows it on the line as raw bytes. In the thread of the line."""
 
     def start(self, host: str) -> int:
         """Listen on ``host``; returns the port."""
@@ -67,7 +71,11 @@ class AnswerServer(ABC, Generic[M]):
             sock.sendall(link.take_output())
             while data := sock.recv(RECEIVE_SIZE_BYTES):
                 for message in link.receive(data):
-                    link.send(self._answer(message))
+                    answer, raw = self._answer(message)
+                    link.send(answer)
+                    sock.sendall(link.take_output())
+                    for view in raw:
+                        sock.sendall(view)
                 sock.sendall(link.take_output())
         except ProtocolError:
             with contextlib.suppress(OSError):
