@@ -21,6 +21,7 @@ from typing import Any, Self
 import msgspec
 import xxhash
 
+from holdfast.core.messages import Field
 from holdfast.errors import ProtocolError
 
 SCHEMA_VERSION = 1
@@ -28,8 +29,6 @@ LINE_SIZE_BYTES_MAX = 1024 * 1024
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
 _TAIL_SIZE_BYTES = 64 * 1024
-
-Value = str | int | float | bool | None | list[int] | list[str]
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -167,7 +166,7 @@ class Journal:
         """Close the file."""
         os.close(self._fd)
 
-    def append(self, kind: str, data: Mapping[str, Value], *, durable: bool = False) -> Event:
+    def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> Event:
         """Write one event; with ``durable`` it is on the disk before this returns.
 
         Raises:

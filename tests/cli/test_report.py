@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.postmortem import Report, reports_of, text, write
-from holdfast.journal import Value, read
+from holdfast.core.messages import Field
+from holdfast.journal import read
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
 from tests.cli.test_status import TIMES, Made, swept
@@ -18,7 +19,7 @@ __all__ = ["script", "swept"]  # the training script of test_run
 pytestmark = pytest.mark.usefixtures("swept")
 
 SCREEN_LINES = 45
-HANG: dict[str, Value] = {
+HANG: dict[str, Field] = {
     "answer": "kill",
     "ranks": [1],
     "confidence": "certain",
@@ -27,7 +28,7 @@ HANG: dict[str, Value] = {
     "stacks": ["evidence/H001/rank-00000.txt", "evidence/H001/rank-00001.txt"],
 }
 
-CORRUPTED: dict[str, Value] = {
+CORRUPTED: dict[str, Field] = {
     "ranks": [1],
     "nodes": ["node0"],
     "certain": True,
@@ -48,7 +49,7 @@ def faulty(
     if kind == "corruption":
         for _ in range(2):
             made.journal.append("corrupted", CORRUPTED)
-    member: dict[str, Value] = {"rank": 1, "member_id": 2}
+    member: dict[str, Field] = {"rank": 1, "member_id": 2}
     made.journal.append(
         "member_exited",
         {**member, "code": None, "signal": signal, "state": "compute", "step": 20, "phase": "forward"},

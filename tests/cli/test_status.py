@@ -14,15 +14,16 @@ from holdfast.cli.find import find_run
 from holdfast.cli.status import span
 from holdfast.cli.view import Watch
 from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import Field
 from holdfast.core.page import Phase, Word
 from holdfast.errors import UsageError
-from holdfast.journal import Journal, Value
+from holdfast.journal import Journal
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, log_path, write_private
 from holdfast.runtime.settings import RunSettings
 from tests.cli.command import Run
 
-FAULT: dict[str, Value] = {
+FAULT: dict[str, Field] = {
     "rank": 1,
     "member_id": 2,
     "kind": "signal",
@@ -31,7 +32,7 @@ FAULT: dict[str, Value] = {
     "phase": "backward",
     "detected_s": 0.01,
 }
-TIMES: dict[str, Value] = {
+TIMES: dict[str, Field] = {
     f"{phase}_s": value
     for phase, value in zip(
         ("detected", "fenced", "quiesced", "planned", "restored", "resumed"),
@@ -262,7 +263,7 @@ def test_logs_that_do_not_exist(holdfast: Run, made: Made, args: list[str], says
 def test_goodput_counts_the_union(made: Made) -> None:
     made.start(0, 1)
     made.fault()
-    second: dict[str, Value] = {**FAULT, "rank": 0, "member_id": 1}
+    second: dict[str, Field] = {**FAULT, "rank": 0, "member_id": 1}
     made.journal.append("detected", second)
     made.recover()
     made.journal.append("recovered", {**second, "steps_lost": 0, **TIMES})

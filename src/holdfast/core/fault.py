@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from holdfast.core.job import Field
 from holdfast.core.membership import Member
+from holdfast.core.messages import Field
 from holdfast.core.policy import Failure
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]

@@ -18,7 +18,8 @@ from statistics import median
 from holdfast.core.culprit import PLACE, Blame, blame, where
 from holdfast.core.fault import Fault
 from holdfast.core.ids import NodeId
-from holdfast.core.job import Field, Job
+from holdfast.core.job import Job
+from holdfast.core.messages import Field
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
-from holdfast.core.messages import Record
+from holdfast.core.messages import Field, Record
 from holdfast.core.policy import Answered
 
 
@@ -42,9 +42,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     base_step: int = 0
     sealed_step: int = -1  # newest sealed checkpoint, -1: none
     session: bool = False  # a session was opened in this run
-    in_place: bool = (
-        False  # the newest start was one of processes that lived on, and of newcomers beside them
-    )
+    in_place: bool = False  # the newest start was of processes that lived on, and newcomers beside them
     opened: bool = False  # all sessions of the seated members were opened
     root: str = ""  # where the sessions save
     exit_source: str = ""
@@ -63,7 +61,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
         return past
 
 
-Data = dict[str, str | int | float | bool | list[int] | list[str] | None]
+Data = dict[str, Field]
 Changes = dict[str, object]
 
 
@@ -79,9 +77,8 @@ def _list(data: Data, key: str) -> list[str]:
     return [str(item) for item in value]
 
 
-def _generation(data: Data, key: str = "generation") -> Generation:
-    term, n = str(data[key]).split(".")
-    return Generation(int(term), int(n))
+def _generation(data: Data) -> Generation:
+    return Generation.parse(str(data["generation"]))
 
 
 def _started(past: Past, data: Data) -> Changes:

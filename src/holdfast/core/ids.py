@@ -17,7 +17,6 @@ import msgspec
 
 MemberId = NewType("MemberId", int)
 NodeId = NewType("NodeId", str)
-RunId = NewType("RunId", str)
 
 EVERYBODY = MemberId(0)
 """In a message to an agent: every worker of its node."""
@@ -34,6 +33,12 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.term}.{self.n}"
+
+    @staticmethod
+    def parse(text: str) -> Generation:
+        """Inverse of ``str``. Raises: ValueError."""
+        term, n = text.split(".")
+        return Generation(int(term), int(n))
 
     def next(self) -> Generation:
         """The generation that follows in the same term."""

@@ -24,6 +24,7 @@ from holdfast.core.messages import (
     CancelTimer,
     Command,
     EndRun,
+    Field,
     Finish,
     KillMember,
     Message,
@@ -33,9 +34,6 @@ from holdfast.core.messages import (
     StartMembers,
 )
 from holdfast.exits import Exit
-
-Field = str | int | float | bool | list[int] | list[str] | None
-"""What a field of a record may hold."""
 
 MEMBERS_PER_TERM = 1_000_000
 

@@ -519,11 +519,15 @@ class CancelTimer(Command, frozen=True):
     name: str
 
 
+Field = str | int | float | bool | list[int] | list[str] | None
+"""What a field of a record may hold."""
+
+
 class Record(Command, frozen=True):
     """One line of the event log. ``kind`` is documented in ``docs/events.md``."""
 
     kind: str
-    data: dict[str, str | int | float | bool | list[int] | list[str] | None]
+    data: dict[str, Field]
 
 
 class RestartController(Command, frozen=True):

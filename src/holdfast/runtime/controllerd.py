@@ -28,6 +28,7 @@ from holdfast.core.messages import (
     AgentHello,
     Command,
     ControllerBeat,
+    Field,
     Finish,
     MemberExited,
     Mirror,
@@ -40,7 +41,7 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import InternalError, StateError
 from holdfast.exits import Exit
-from holdfast.journal import Event, Journal, Value
+from holdfast.journal import Event, Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver
@@ -101,7 +102,7 @@ class MirroredLog(Journal):
         """Count the lines of this term from now on."""
         self._term, self._count, self._on_line = term, 0, on_line
 
-    def append(self, kind: str, data: Mapping[str, Value], *, durable: bool = False) -> Event:
+    def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> Event:
         """Write one line, then show it."""
         self._count += 1
         numbered = {**data, "line": f"{self._term}.{self._count}"}

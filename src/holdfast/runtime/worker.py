@@ -41,12 +41,11 @@ _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._b
 def client_from_env(orphan_s: float) -> Client:
     """The client that the ``HOLDFAST_*`` and torchrun variables describe; not started."""
     env = os.environ
-    term, n = env["HOLDFAST_GENERATION"].split(".")
     page = Page.open(env["HOLDFAST_PAGE"])
     page[Word.PID] = os.getpid()
     return Client(
         member_id=MemberId(int(env["HOLDFAST_MEMBER_ID"])),
-        generation=Generation(int(term), int(n)),
+        generation=Generation.parse(env["HOLDFAST_GENERATION"]),
         rank=int(env["RANK"]),
         local_rank=int(env["LOCAL_RANK"]),
         world_size=int(env["WORLD_SIZE"]),
