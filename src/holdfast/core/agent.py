@@ -85,6 +85,8 @@ REMEMBERED = (
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
+REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
+"""Kinds of which a worker itself says its last word again, after its hello to the next agent."""
 UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched)
 """What a worker says; everything else that names a member is said to it."""
 
@@ -164,6 +166,8 @@ class Agent:
             case Stalled() | Moved() | Evidence() | Paced():
                 if self.connected:  # said again while it lasts
                     self._tell(event)
+            case Catalogued():
+                self._spread(event)
             case EndRun():
                 self._end(event)
             case MemberStarted():
@@ -267,12 +271,6 @@ class Agent:
         if member_id is None:
             return
         if not isinstance(event, UPWARD):
-            if isinstance(event, Catalogued):
-                self._catalogue = event
-                for living in [w.member_id for w in self.workers.values() if w.alive]:
-                    own = msgspec.structs.replace(event, member_id=living)
-                    self._out.append(Send(to=f"member:{living}", message=own))
-                return
             self._out.append(Send(to=f"member:{member_id}", message=event))
             return
         worker = self.workers.get(member_id)
@@ -284,6 +282,13 @@ class Agent:
             self._tell(event)
         elif worker is None or not isinstance(event, REMEMBERED):
             self._keep(event)
+
+    def _spread(self, catalogued: Catalogued) -> None:
+        """To every worker of the node; a controller says it once per node."""
+        self._catalogue = catalogued
+        for living in [w.member_id for w in self.workers.values() if w.alive]:
+            own = msgspec.structs.replace(catalogued, member_id=living)
+            self._out.append(Send(to=f"member:{living}", message=own))
 
     def _worker_hello(self, event: WorkerHello) -> Worker:
         worker = self._known(event.member_id)

@@ -2,7 +2,7 @@
 
 The thread works while the main thread sits in C++ (every collective releases the GIL), so a fence always
 arrives. When the agent dies, the thread reads the endpoint file until a successor answers; what was queued
-meanwhile is sent then, and the last message of each kind in ``_REPEATED`` is sent again, because the dead agent may
+meanwhile is sent then, and the last message of each kind in ``REPEATED`` is sent again, because the dead agent may
 not have passed it on.
 """
 
@@ -21,27 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
+from holdfast.core.agent import REPEATED
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import (
-    FaultSeen,
     Fence,
-    Finished,
     KvReply,
     KvRequest,
-    LayoutPublished,
     Leave,
     Message,
     RankState,
     Resume,
-    SaveReported,
-    SessionOpened,
     Settled,
-    StepReached,
     WorkerFailed,
     WorkerHello,
 )
 from holdfast.core.page import Phase, Word
-from holdfast.core.sightings import CopiesDiffer
 from holdfast.core.spares import Called, SpareWaits
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
@@ -57,10 +51,6 @@ ORPHAN_LOOK_S = 1.0  # without an agent for so long: does the launcher live, whi
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
 KV_SLACK_S = 5.0
-_REPEATED = (
-    *(SessionOpened, LayoutPublished, FaultSeen, CopiesDiffer),
-    *(Settled, SaveReported, StepReached, Finished),
-)
 
 KvOp = Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
 M = TypeVar("M", bound=Message)
@@ -369,7 +359,7 @@ class Client:
     def _flush(self, channel: BlockingChannel[WireMessage]) -> None:
         while self._outbox:
             message = self._outbox[0]
-            if isinstance(message, _REPEATED):
+            if isinstance(message, REPEATED):
                 self._repeated[type(message)] = message
             channel.send(cast(WireMessage, message))
             self._outbox.popleft()

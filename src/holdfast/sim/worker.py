@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from holdfast.core.agent import REPEATED
 from holdfast.core.decision import Report
 from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId
 from holdfast.core.messages import (
@@ -47,10 +48,6 @@ COMPUTE_S = 0.1
 UPDATE_S = 0.01
 SAVE_EVERY = 5
 VERIFY_EVERY = 4
-REPEATED = (
-    *(SessionOpened, LayoutPublished, FaultSeen, CopiesDiffer),
-    *(Settled, SaveReported, StepReached, Finished),
-)
 
 
 class Surroundings(Protocol):
