@@ -56,9 +56,8 @@ class Job:
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
-        if (
-            config.alone
-        ):  # the majority issues generations too: what is saved here must not carry one of theirs
+        if config.alone:
+            # The majority issues generations too: what is saved here must not carry one of theirs.
             apart = config.alone * MEMBERS_PER_TERM
             self.generation = Generation(past.generation.term, past.generation.n + apart)
         # A line of the log may have been lost with its node: a later term never repeats an id.
@@ -104,8 +103,8 @@ class Job:
 
     def send(self, member: Member, message: Message) -> None:
         """To a worker."""
-        if not self.ended and member.alive:
-            self._out.append(Send(to=f"member:{member.member_id}", message=message))
+        if member.alive:
+            self.send_process(member.member_id, message)
 
     def send_node(self, node_id: NodeId, message: Message) -> None:
         """To an agent."""
@@ -113,7 +112,7 @@ class Job:
             self._out.append(Send(to=f"agent:{node_id}", message=message))
 
     def send_process(self, member_id: MemberId, message: Message) -> None:
-        """To a process that is not seated."""
+        """To a process, seated or not."""
         if not self.ended:
             self._out.append(Send(to=f"member:{member_id}", message=message))
 

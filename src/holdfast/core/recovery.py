@@ -454,8 +454,6 @@ class Recovery:
         self.replacement.start(decided.sources, kept=kept)
         for member in job.roster.living:
             self.remind(member)
-        job.timer("startup", job.config.startup_s)
-        job.timer("join", job.config.startup_s)
 
     def _standing_order(self, member: Member) -> Message | None:
         job = self.job

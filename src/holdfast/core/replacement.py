@@ -75,7 +75,7 @@ class Replacement:
             self.job.kill(member, "its update broke")
         return True
 
-    def start(self, sources: Sequence[int], *, kept: bool = False) -> None:
+    def start(self, sources: Sequence[int], *, kept: bool) -> None:
         """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory."""
         dead = [m for m in self.job.roster.members if not m.alive]
         for member in dead:
@@ -84,17 +84,21 @@ class Replacement:
         self._sources = frozenset(sources)
         self._kept = kept
         self._offers = {}
-        self.job.replace_members(dead)
+        self._seat(dead)
 
     def again(self, newcomer: Member) -> bool:
         """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
         job = self.job
         if newcomer.alive or self.lost >= job.config.replacements_max or not job.places([newcomer]):
             return False
-        job.replace_members([newcomer])
+        self._seat([newcomer])
+        return True
+
+    def _seat(self, dead: Sequence[Member]) -> None:
+        job = self.job
+        job.replace_members(dead)
         job.timer("startup", job.config.startup_s)
         job.timer("join", job.config.startup_s)
-        return True
 
     def offered(self, member: Member, offer: StateOffered) -> None:
         """A survivor serves its state."""
