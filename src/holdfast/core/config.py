@@ -11,15 +11,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     world_size: int
     nnodes: int = 1
-    nodes_min: int = (
-        0  # fewest nodes to go on with when some are lost and no spare waits; 0: never with fewer
-    )
-    voters: tuple[
-        str, ...
-    ] = ()  # agents that elect the controller; a node is lost only while a majority is heard
-    alone: int = (
-        0  # no majority can be reached: seal what is committed, and end; the place of this agent, from 1
-    )
+    # Fewest nodes to go on with when some are lost and no spare waits; 0: never with fewer.
+    nodes_min: int = 0
+    # Agents that elect the controller; a node is lost only while a majority is heard.
+    voters: tuple[str, ...] = ()
+    # No majority can be reached: seal what is committed, and end; the place of this agent, from 1.
+    alone: int = 0
     term: int = 1  # counts controllers of this run; more than 1: a successor, re-derives what is going on
     library: bool = False  # the workers were started by someone else: never start any
 

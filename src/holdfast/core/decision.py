@@ -7,8 +7,7 @@ all survivors can meet.
 
 Invariants:
 1. The decided step is never below a step that a report proves to be committed, nor above one that somebody
-   entered
-   UPDATING for.
+   entered UPDATING for.
 2. Only living ranks that stand at the decided step, or can be brought there, are sources.
 """
 
@@ -58,8 +57,8 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
     """The decision rule.
 
     Args:
-        reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left
-        out. sealed_step: newest step of which this generation has sealed a checkpoint, -1 for none.
+        reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left out.
+        sealed_step: newest step of which this generation has sealed a checkpoint, -1 for none.
     """
     floors = [floor for floor in map(committed_floor, reports) if floor is not None]
     in_doubt = [r for r in reports if r.alive and r.state == "in_doubt"]

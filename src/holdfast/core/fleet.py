@@ -93,9 +93,8 @@ class Fleet:
         elif not job.config.library and set(self.voters) <= set(job.slots):
             self._launch(now)
         else:
-            job.timer(
-                "assemble", job.config.rejoin_s
-            )  # the nodes in their order, if they are all about to come
+            # The nodes in their order, if they are all about to come.
+            job.timer("assemble", job.config.rejoin_s)
         if self.recovery.phase == "waiting":
             self.recovery.launch(now)
 

@@ -44,9 +44,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
     floor_s: float = 1.5  # never less than this
     start_s: float = 1800.0  # before the session has opened
-    idle_s: float = (
-        600.0  # between steps (code that announced nothing), in saves, in the first steps of a process
-    )
+    idle_s: float = 600.0  # between steps (code that announced nothing), in saves, in a process's first steps
     section_s: float = 3600.0  # an announced section of a name not seen before
     look_s: float = 0.1  # how often somebody looks
 
@@ -96,9 +94,8 @@ class Progress:
         self.stalled = False
         self._watches: dict[MemberId, _Watch] = {}
         self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
-        self._apart: deque[float] = deque(
-            maxlen=SAMPLES_MAX
-        )  # between collectives, before or without a session
+        # Between collectives, before or without a session.
+        self._apart: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._peaks: dict[str, float] = {}  # longest stillness survived, by kind
         self._looked_at = 0.0
 

@@ -11,8 +11,7 @@ all ranks compare by the same plan.
 
 Invariants:
 1. ``passed`` implies that every rank of the group contributed once, said its collectives were sound, and was
-   at the
-   same step.
+   at the same step.
 2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits.
    The word of the digests wraps on purpose.
 3. A vote that saw copies differ has not passed.
@@ -47,9 +46,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = False  # it can afford to keep its state in memory after this step
     plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # of its copies times its factors, any integer
-    between: bool = (
-        False  # no vote of a step, but one between ``step`` - 1 and ``step``: compare the copies only
-    )
+    between: bool = False  # no vote of a step, but one between the last and ``step``: compares copies only
 
     def encode(self) -> list[int]:
         """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""

@@ -418,9 +418,8 @@ class AgentDaemon:
             if isinstance(message, Resume):
                 self._home_keys(message.kv_node)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
-            if (
-                channel is not None
-            ):  # a worker that reconnects says where it stands; the machine tells it again
+            if channel is not None:
+                # One that reconnects says where it stands; the machine tells it again.
                 channel.send(message)  # type: ignore[arg-type]
 
     def _act(self, message: object) -> None:

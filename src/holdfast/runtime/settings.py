@@ -52,9 +52,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     node: str = "node0"  # name of this node, the same for a successor agent
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``
-    contacts: tuple[
-        str, ...
-    ] = ()  # "host:port" of agents to ask first; the owner of the first one founds the job
+    # "host:port" of agents to ask first; the owner of the first one founds the job.
+    contacts: tuple[str, ...] = ()
     bind: str = "127.0.0.1"  # where this node listens for others
     witness: str = ""  # place on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
@@ -76,9 +75,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     hang_start_s: float = 1800.0
     verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
-    memory_every: int = (
-        -1
-    )  # steps between two states of a rank that are kept in memory; 0: none, -1: as it pays
+    memory_every: int = -1  # steps between two states of a rank kept in memory; 0: none, -1: as it pays
 
     framework: FrameworkName = "torch"  # what workers and zygote are made ready for
     preload: tuple[str, ...] = ()  # further modules that the zygote imports

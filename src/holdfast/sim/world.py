@@ -94,7 +94,6 @@ class World:
     controller_type = Controller
     worker_type = SimWorker
     store_type = Store
-
     memory_type = Memory
 
     def __init__(
@@ -105,9 +104,8 @@ class World:
         self.everyone = tuple(range(ranks))
         self.until = until
         self.rng = random.Random(seed)
-        self.on_fault: Literal["auto", "restart"] = (
-            "restart" if seed % 4 == 3 else "auto"
-        )  # both rungs are searched
+        # Both rungs are searched.
+        self.on_fault: Literal["auto", "restart"] = "restart" if seed % 4 == 3 else "auto"
         self.checks = Checks(self)
         self.store = self.store_type(shards, self.checks.sealed)
         self.memory = self.memory_type(memory, self.checks.loaded)
@@ -386,9 +384,8 @@ class World:
             return
         self.memory_losses.add("controller")
         self._controller = None
-        self._cut_s[self._term] = self.now + self.jitter(
-            0.0, 0.004
-        )  # what it had not sent by then never arrives
+        # What it had not sent by then never arrives.
+        self._cut_s[self._term] = self.now + self.jitter(0.0, 0.004)
         for agent in self._agents.values():
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
 
@@ -460,6 +457,7 @@ class World:
         )
 
     def updates(self, worker: SimWorker) -> None:
+        """A rank begins an update."""
         self.checks.updates(worker)
 
     def fetch(self, rank: int) -> int | None:
