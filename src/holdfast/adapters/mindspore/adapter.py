@@ -8,7 +8,6 @@ group is never used again after a fault, because it then returns wrong sums sile
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +18,11 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
 from holdfast.adapters.base import Feed, Hooks
-from holdfast.adapters.mesh import Mesh, host_of
+from holdfast.adapters.meshed import Meshed
 from holdfast.adapters.mindspore.gate import Gate, Relay
 from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice
 from holdfast.adapters.values import Plain
-from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
 from holdfast.runtime.client import Client
 from holdfast.store.layout import Catalogue
@@ -32,10 +31,9 @@ VERSIONS = ("2.10.",)
 DEVICES = ("CPU",)
 MODES = ("stand_alone", "data_parallel")
 OPTIMIZER = "optimizer"
-SEED_PRIME = 1_000_003
 
 
-class MindSporeAdapter:
+class MindSporeAdapter(Meshed):
     """See :class:`holdfast.adapters.base.Adapter`.
 
     Args:
@@ -50,8 +48,6 @@ class MindSporeAdapter:
         StateError: see :class:`MindSporeState`.
     """
 
-    scaled = False
-
     def __init__(
         self,
         cell: Any,
@@ -61,8 +57,7 @@ class MindSporeAdapter:
         redo: Callable[[], None],
     ) -> None:
         check_supported()
-        self.rank, self.world_size = place()
-        self._seed = seed
+        super().__init__(*place(), seed)
         self._cell = cell
         self._host = _gate_place(cell)
         self._before = self._host.grad_reducer
@@ -71,9 +66,7 @@ class MindSporeAdapter:
         self.live = self.world_size > 1 and not self._native
         graph = ms.get_context("mode") == ms.GRAPH_MODE
         self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
-        self._mesh: Mesh | None = None
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
-        self._hooks: Hooks | None = None
         self._held = -1
         self._alone = False  # a newcomer that has not joined yet
         self._rehearsed = False
@@ -82,49 +75,19 @@ class MindSporeAdapter:
 
     # ------------------------------------------------------------------ hooks
 
-    def _lines(self) -> Mesh:
-        """Our connections, not met before they are used: the session finds its agent first."""
-        if self._mesh is None:
-            client = Client.current()
-            self._mesh = Mesh(client, self.rank, self.world_size, host_of(client))
-        return self._mesh
-
-    @property
-    def mesh(self) -> Mesh:
-        """Our connections; meets the other ranks at first use. Raises: GroupError."""
-        mesh = self._lines()
-        if not mesh.connected:
-            client = Client.current()
-            mesh.connect(NO_GENERATION if client is None else client.generation)
-        return mesh
-
-    @property
-    def poisoned(self) -> bool:
-        """A collective of this process broke."""
-        return self._mesh is not None and self._mesh.poisoned
-
-    @property
-    def reason(self) -> str:
-        """Why."""
-        return "" if self._mesh is None else self._mesh.reason
-
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
     ) -> None:
         """Put the gate in front of the optimizer. The graph must not have been compiled before."""
-        self._hooks = hooks
-        self._lines().on_fault = on_fault
-        self._lines().on_collective = on_collective
+        super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
         self._announce_compiling()
 
     def detach(self) -> None:
         """Close the connections. A compiled graph keeps its gate, which refuses from now on."""
-        self._hooks = None
+        super().detach()
         self._host.grad_reducer = self._before
         self._cell.__dict__.pop("compile", None)
-        if self._mesh is not None:
-            self._mesh.close()
 
     def _announce_compiling(self) -> None:
         """MindSpore compiles at the first call and again for each new shape: no progress meanwhile, and no hang."""
@@ -143,9 +106,8 @@ class MindSporeAdapter:
     def is_fault(self, error: BaseException) -> bool:
         """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
         broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
-        if broken and not self.poisoned:
-            self._lines().poison("MindSpore's AllReduce failed")
-            self._lines().on_fault("MindSpore's AllReduce failed")
+        if broken:
+            self._broke("MindSpore's AllReduce failed")
         return broken
 
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
@@ -228,10 +190,7 @@ class MindSporeAdapter:
         self._passed = False
         self.state.take()
         self._held = step
-        mixed = (self._seed * SEED_PRIME + self.rank) * SEED_PRIME + step
-        random.seed(mixed)
-        np.random.seed(mixed % 2**32)
-        ms.manual_seed(mixed % 2**31)
+        ms.manual_seed(self._reseed(step) % 2**31)
 
     def shield(self) -> None:
         """Nothing: a broken sum raises into the gate, which answers it."""
@@ -244,13 +203,6 @@ class MindSporeAdapter:
 
     def prepare_vote(self) -> None:
         """Nothing: the gate got its vector from the device, so it is complete."""
-
-    def vote(self, vector: list[int]) -> list[int]:
-        """Sum over all ranks. Raises: PeerLost."""
-        return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
-
-    def enter_update(self) -> None:
-        """Nothing."""
 
     def end(self) -> None:
         """The graph has run: take rank 0's moving statistics.
@@ -283,11 +235,6 @@ class MindSporeAdapter:
 
     # ------------------------------------------------------------------ groups
 
-    def poison(self, reason: str) -> None:
-        """Break all sums under way. A hang in MindSpore's own AllReduce ends with the process."""
-        if self._mesh is not None:
-            self._mesh.poison(reason)
-
     def reconfigure(self, generation: Generation) -> None:
         """Connect anew. Raises: GroupError."""
         if self._native:
@@ -302,9 +249,6 @@ class MindSporeAdapter:
             return False
         self._rehearsed = self._alone = True
         return True
-
-    def end_rehearsal(self) -> None:
-        """Nothing."""
 
 
 def check_supported() -> None:

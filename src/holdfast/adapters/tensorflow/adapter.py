@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import json
 import os
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from holdfast.adapters.base import Feed, Hooks
-from holdfast.adapters.mesh import Mesh, host_of
+from holdfast.adapters.base import Feed
+from holdfast.adapters.meshed import Meshed
 from holdfast.adapters.tensorflow.data import DatasetFeed
 from holdfast.adapters.tensorflow.state import Collected, Restore, TensorFlowState
 from holdfast.adapters.values import Plain
-from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, UnsupportedError, UsageError
-from holdfast.runtime.client import Client
 from holdfast.store.layout import Catalogue
 
 VERSION_MIN = (2, 16)
 STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
-SEED_PRIME = 1_000_003
 
 
-class TensorFlowAdapter:
-    """See :class:`holdfast.adapters.base.Adapter`.
+class TensorFlowAdapter(Meshed):
+    """See :class:`holdfast.adapters.base.Adapter`. Nothing of TensorFlow's is hooked: the step votes at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).
@@ -48,65 +45,21 @@ class TensorFlowAdapter:
     """
 
     live = False  # a broken strategy cannot be used again
-    scaled = False
 
     def __init__(self, model: Any, optimizer: Any, strategy: Any, extras: dict[str, Any], seed: int) -> None:
-        self.rank, self.world_size = place()
+        super().__init__(*place(), seed)
         check_supported(strategy, self.world_size)
         if not model.built:
             raise UsageError(
                 "the model has no variables yet", hint="model.build(input_shape), or an Input layer"
             )
         self._strategy = strategy
-        self._seed = seed
         with scope(strategy):
             optimizer.build(model.trainable_variables)
         self.state = TensorFlowState(model, optimizer, extras)
-        self._mesh: Mesh | None = None
-        self._hooks: Hooks | None = None
         self._shared: dict[str, NDArray[Any]] = {}
 
     # ------------------------------------------------------------------ hooks
-
-    def _lines(self) -> Mesh:
-        """Our connections, not met before they are used: the session finds its agent first."""
-        if self._mesh is None:
-            client = Client.current()
-            self._mesh = Mesh(client, self.rank, self.world_size, host_of(client))
-        return self._mesh
-
-    @property
-    def mesh(self) -> Mesh:
-        """Our connections; meets the other ranks at first use. Raises: GroupError."""
-        mesh = self._lines()
-        if not mesh.connected:
-            client = Client.current()
-            mesh.connect(NO_GENERATION if client is None else client.generation)
-        return mesh
-
-    @property
-    def poisoned(self) -> bool:
-        """A collective of this process broke."""
-        return self._mesh is not None and self._mesh.poisoned
-
-    @property
-    def reason(self) -> str:
-        """Why."""
-        return "" if self._mesh is None else self._mesh.reason
-
-    def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
-    ) -> None:
-        """Nothing of TensorFlow's is hooked: the step votes at its end."""
-        self._hooks = hooks
-        self._lines().on_fault = on_fault
-        self._lines().on_collective = on_collective
-
-    def detach(self) -> None:
-        """Close the connections."""
-        self._hooks = None
-        if self._mesh is not None:
-            self._mesh.close()
 
     def is_fault(self, error: BaseException) -> bool:
         """A collective of TensorFlow's broke: tell the others at once."""
@@ -119,10 +72,7 @@ class TensorFlowAdapter:
         )
         if self.world_size == 1 or not isinstance(error, kinds):
             return False
-        if not self.poisoned:
-            reason = " ".join(str(error).split())[:300]
-            self._lines().poison(reason)
-            self._lines().on_fault(reason)
+        self._broke(" ".join(str(error).split())[:300])
         return True
 
     # ------------------------------------------------------------------ state
@@ -156,9 +106,7 @@ class TensorFlowAdapter:
         """Seed the generators."""
         if step == 0 or not self.state.copies:
             self.state.take()
-        mixed = (self._seed * SEED_PRIME + self.rank) * SEED_PRIME + step
-        random.seed(mixed)
-        np.random.seed(mixed % 2**32)
+        self._reseed(step)
 
     def shield(self) -> None:
         """Nothing: TensorFlow's collectives raise."""
@@ -178,13 +126,6 @@ class TensorFlowAdapter:
             mine = array.reshape(-1) if self.rank == 0 else np.zeros(array.size, array.dtype)
             self._shared[fqn] = self.mesh.sum(mine).reshape(array.shape)
 
-    def vote(self, vector: list[int]) -> list[int]:
-        """Sum over all ranks. Raises: PeerLost."""
-        return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
-
-    def enter_update(self) -> None:
-        """Nothing."""
-
     def end(self) -> None:
         """All workers got through the step: its result counts."""
         if self.rank != 0:
@@ -199,11 +140,6 @@ class TensorFlowAdapter:
 
     # ------------------------------------------------------------------ groups
 
-    def poison(self, reason: str) -> None:
-        """Break the vote under way. TensorFlow's own collectives break by themselves, or end with the process."""
-        if self._mesh is not None:
-            self._mesh.poison(reason)
-
     def reconfigure(self, generation: Generation) -> None:
         """Refuse. Raises: GroupError."""
         raise GroupError(
@@ -213,9 +149,6 @@ class TensorFlowAdapter:
     def rehearse(self) -> bool:
         """No step needs one."""
         return False
-
-    def end_rehearsal(self) -> None:
-        """Nothing."""
 
 
 def scope(strategy: Any) -> Any:
