@@ -16,19 +16,18 @@ from typing import Any, Literal
 
 import mindspore as ms
 import numpy as np
-from mindspore.train.node_strategy_pb2 import ParallelGroupMap, ParallelStrategyMap
+from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 from numpy.typing import NDArray
 
+from holdfast.adapters.imported import write_imported
 from holdfast.adapters.mindspore.state import MindSporeState
 from holdfast.adapters.numpy import DTYPE_NAMES
-from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
+from holdfast.store.group_info import GroupInfo, encode_group_info
 from holdfast.store.layout import Box, Catalogue, TensorEntry
 from holdfast.store.place import Place, place_of
-from holdfast.store.plan import plan
-from holdfast.store.reader import Target, load_catalogue, load_into
+from holdfast.store.reader import Opened, Target, load_into, opened
 from holdfast.store.root import resolve
-from holdfast.store.writer import write_share
 
 PREFIX = "optimizer."
 STEP_NAMES = ("global_step", "step_num")
@@ -63,8 +62,12 @@ def export_checkpoint(
         CheckpointInvalid: damaged.
         StateError: a layout that MindSpore's strategy files cannot describe.
     """
-    found, target = resolve(path), Path(folder)
-    catalogue = load_catalogue(found)
+    with opened(resolve(path)) as source:
+        return _export(source, Path(folder), name, form)
+
+
+def _export(source: Opened, target: Path, name: str, form: Format) -> list[Path]:
+    catalogue = source.index.catalogue
     held = {rank: _boxes_of(catalogue, rank) for rank in range(catalogue.world)}
     strategy = _strategy(catalogue, held)
     written = []
@@ -74,7 +77,7 @@ def export_checkpoint(
         (target / "strategy").mkdir(exist_ok=True)
         (target / "strategy" / f"src_strategy_{rank}.ckpt").write_bytes(strategy)
         (own / "group_info.pb").write_bytes(_group_info(held, rank))
-        arrays = _read(found, catalogue, boxes)
+        arrays = _read(source, boxes)
         tensors = [
             {"name": fqn.removeprefix(PREFIX), "data": ms.Tensor(array)} for fqn, array in arrays.items()
         ]
@@ -121,12 +124,7 @@ def import_checkpoint(
         raise UsageError(f"{source} does not say its step", hint="import_checkpoint(..., step=N)")
     state = MindSporeState(cell, cell.optimizer, {}, {}, copy_all=False)
     collected = state.collect(frozen=False)
-    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
-    save_id = SaveId("imported", Generation(0, 0), done, 0, "request")
-    session = {"step": done, "seed": 0, "world": 1, "place": {"loop": 0, "at": None}}
-    values = {**collected.values, "session": session}
-    write_share(place, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, values, {0: {}})
-    return place / save_id.directory()
+    return write_imported(place, done, collected, collected.values)
 
 
 def _step_in(loaded: Mapping[str, Any]) -> int | None:
@@ -148,8 +146,9 @@ def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
     return boxes
 
 
-def _read(path: Place, catalogue: Catalogue, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
+def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
     """The boxes of one rank, verified."""
+    catalogue = source.index.catalogue
     arrays: dict[str, NDArray[Any]] = {}
     targets = []
     for tensor in catalogue.tensors:
@@ -161,7 +160,7 @@ def _read(path: Place, catalogue: Catalogue, boxes: Mapping[str, Box]) -> dict[s
         array = arrays[tensor.fqn] = np.empty(box.sizes, _NUMPY[tensor.dtype])
         data = array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray(0))
         targets.append(Target(tensor.fqn, box, tensor.dtype, data, tensor.shape))
-    load_into(path, targets, known=[t.fqn for t in catalogue.tensors if t.fqn not in arrays])
+    load_into(source, targets, known=[t.fqn for t in catalogue.tensors if t.fqn not in arrays])
     return arrays
 
 
@@ -241,11 +240,6 @@ def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int
 
 
 def _group_info(held: Mapping[int, Mapping[str, Box]], rank: int) -> bytes:
-    """MindSpore's ParallelGroupMap: the ranks whose slices can stand in for this one's."""
-    message = ParallelGroupMap()
-    same = [other for other, boxes in held.items() if boxes == held[rank]]
-    item = message.parallel_group_item.add()
-    item.group_name = "holders"
-    item.parallel_group_ranks.dim.extend(same)
-    message.ckpt_restore_rank_list.dim.extend(same)
-    return bytes(message.SerializeToString())
+    """The ranks whose slices can stand in for this one's."""
+    same = tuple(other for other, boxes in held.items() if boxes == held[rank])
+    return encode_group_info(GroupInfo({"holders": same}, same))

@@ -21,24 +21,20 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.imported import Progress, import_id, write_imported
 from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, read_dcp
 from holdfast.adapters.torch.state import Collected
 from holdfast.adapters.values import Plain, split
-from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.files import writing
-from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place, place_of
-from holdfast.store.plan import plan
 from holdfast.store.root import Root
-from holdfast.store.writer import write_share
 
 MODEL = ("model", "model_state_dict", "state_dict")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 SCALER = ("scaler", "scaler_state_dict")
 STEP = ("step", "global_step")
-Progress = Callable[[int], object]
 
 
 def import_checkpoint(
@@ -73,18 +69,11 @@ def import_checkpoint(
         if parts.optimizers:
             raise UsageError(f"{found} does not say its step", hint="holdfast ckpt import --step N")
         done = 0
-    collected = Collected()
-    collected.values = parts.split(collected, done)
-    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
-    save_id = SaveId("imported", Generation(0, 0), done, 0, "request")
-    name = save_id.directory()
+    name = import_id(done).directory()
     if name in Root(target).names():
         raise UsageError(f"{target / name} exists", hint="name another directory or --step")
-    write_share(
-        target, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, collected.values, {0: {}},
-        progress=progress(catalogue.size_bytes),
-    )  # fmt: skip
-    return target / name
+    collected = Collected()
+    return write_imported(target, done, collected, parts.split(collected), progress)
 
 
 def _read(source: Path, scratch: Path) -> dict[str, Any]:
@@ -121,7 +110,7 @@ class _Parts:
         self.state: dict[str, Any] = {}
         self.step: int | None = None
 
-    def split(self, out: Collected, step: int) -> dict[str, Plain]:
+    def split(self, out: Collected) -> dict[str, Plain]:
         """The values of a session; tensors go to ``out``."""
         for fqn, tensor in self.model.items():
             out.add(tensor, fqn)
@@ -132,7 +121,6 @@ class _Parts:
             "schedulers": {n: split(s, f"scheduler.{n}", out.add) for n, s in self.schedulers.items()},
             "scaler": None if self.scaler is None else split(self.scaler, "scaler", out.add),
             "state": {n: split(value, f"state.{n}", out.add) for n, value in self.state.items()},
-            "session": {"step": step, "seed": 0, "world": 1, "place": {"loop": -1}},
         }
 
     def _optimizer(self, name: str, saved: Mapping[str, Any], out: Collected) -> Plain:

@@ -1,0 +1,47 @@
+"""Another program's state as a checkpoint: of no run, written by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.adapters.base import Collected
+from holdfast.adapters.values import Plain
+from holdfast.core.ids import Generation, SaveId
+from holdfast.store.layout import Catalogue
+from holdfast.store.place import Place
+from holdfast.store.plan import plan
+from holdfast.store.writer import write_share
+
+Progress = Callable[[int], object]
+
+
+def import_id(step: int) -> SaveId:
+    """The save that an import after ``step`` updates is."""
+    return SaveId("imported", Generation(0, 0), step, 0, "request")
+
+
+def write_imported(
+    root: Place,
+    step: int,
+    collected: Collected,
+    values: Mapping[str, Plain],
+    progress: Callable[[int], Progress] = lambda size_bytes: int,
+) -> Place:
+    """Write everything in ``collected`` below ``root``, as a session would after ``step`` updates; returns where it is.
+
+    Args:
+        values: as a session's, without what it says of itself.
+        progress: called with the total size in bytes of what is written; what it returns, with that of each part.
+
+    Raises:
+        StateError: a value that a checkpoint cannot hold, named.
+        StoreWriteError: ``root`` cannot be written, or another import of this step lies there.
+    """
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    save_id = import_id(step)
+    session = {"step": step, "seed": 0, "world": 1, "place": {"loop": -1}}
+    write_share(
+        root, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, {**values, "session": session},
+        {0: {}}, progress=progress(catalogue.size_bytes),
+    )  # fmt: skip
+    return root / save_id.directory()
