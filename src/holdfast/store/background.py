@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 import msgspec
@@ -32,6 +31,7 @@ import numpy as np
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.base import Closes
 from holdfast.store.handover import (
     MESSAGE_SIZE_BYTES_MAX,
     Pin,
@@ -134,7 +134,7 @@ class WriterProcess:
             return b""
 
 
-class BackgroundSaver:
+class BackgroundSaver(Closes):
     """Stages checkpoints and has them written, one at a time (a context manager)."""
 
     def __init__(self, done: Done, *, threads: int = 1, pin: Pin | None = None) -> None:
@@ -160,11 +160,6 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
         self._thread.start()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def busy(self) -> bool:

@@ -18,14 +18,30 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias, runtime_checkable
 
+from holdfast.errors import CheckpointInvalid
 from holdfast.store.place import Place
 
 Put: TypeAlias = Callable[[int, memoryview], None]
 """Write these bytes at this offset of a new file. Raises: StoreWriteError."""
 
 
-class SourceFile(Protocol):
-    """A file opened for reading; a context manager."""
+class Closes(Protocol):
+    """A context manager that is closed at the end of its block."""
+
+    def close(self) -> None:
+        """Twice is harmless."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SourceFile(Closes, Protocol):
+    """A file opened for reading."""
 
     @property
     def path(self) -> Place:
@@ -42,14 +58,14 @@ class SourceFile(Protocol):
             CheckpointInvalid: it ends too early, or cannot be read.
         """
 
-    def close(self) -> None:
-        """Twice is harmless."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
+    """The content of a file. Raises: CheckpointInvalid: as :meth:`SourceFile.read_at`, or larger than the limit."""
+    if file.size_bytes > size_bytes_max:
+        raise CheckpointInvalid(f"{file.path}: {file.size_bytes} bytes; the limit is {size_bytes_max}")
+    buffer = bytearray(file.size_bytes)
+    file.read_at(0, [memoryview(buffer)])
+    return bytes(buffer)
 
 
 @runtime_checkable
@@ -60,8 +76,8 @@ class InMemory(Protocol):
         """The bytes where they are, for use at once; None: they must be read."""
 
 
-class Attempt(Protocol):
-    """The files of one attempt to save; a context manager. ``owner`` tells writers of one name apart."""
+class Attempt(Closes, Protocol):
+    """The files of one attempt to save. ``owner`` tells writers of one name apart. Closed, it is not held any more."""
 
     @property
     def path(self) -> Place:
@@ -74,15 +90,6 @@ class Attempt(Protocol):
     @property
     def parallel(self) -> int:
         """How many small requests at a time pay off."""
-
-    def close(self) -> None:
-        """Whoever held it does so no more; twice is harmless."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def hold(self) -> bool:
         """Mark it as being read or written, until it is closed; False when it is being removed."""

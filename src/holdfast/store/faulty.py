@@ -14,12 +14,10 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Self
 from weakref import WeakValueDictionary
 
 from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.base import Put
+from holdfast.store.base import Closes, Put, read_whole
 from holdfast.store.files import checked_name, writing
 from holdfast.store.place import Url
 
@@ -34,7 +32,7 @@ def faulty_store(place: Url) -> FaultyStore:
     return store
 
 
-class FaultyFile:
+class FaultyFile(Closes):
     """As :class:`SourceFile`."""
 
     def __init__(self, path: Url, data: bytes) -> None:
@@ -54,16 +52,8 @@ class FaultyFile:
     def close(self) -> None:
         """Nothing is open."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class FaultyAttempt:
+class FaultyAttempt(Closes):
     """As :class:`Attempt`."""
 
     in_order = False
@@ -80,14 +70,6 @@ class FaultyAttempt:
         if self._held:
             self._store.held[self._name] -= 1
             self._held = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def hold(self) -> bool:
         """As :meth:`Attempt.hold`."""
@@ -112,11 +94,7 @@ class FaultyAttempt:
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
         """As :meth:`Attempt.read`."""
-        data = bytearray(self.open_file(name).size_bytes)
-        if len(data) > size_bytes_max:
-            raise CheckpointInvalid(f"{self.path / name}: {len(data)} bytes; the limit is {size_bytes_max}")
-        self.open_file(name).read_at(0, [memoryview(data)])
-        return bytes(data)
+        return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str) -> None:
         """As :meth:`Attempt.write`."""

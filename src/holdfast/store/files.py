@@ -21,14 +21,15 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
+from holdfast.store.base import Closes
 from holdfast.store.place import Place
 
 _NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
 TEMPORARY_PREFIX = ".tmp-"
+IOVECS_MAX = 512
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another checkpoint directory",
     errno.EDQUOT: "free some space, or choose another checkpoint directory",
@@ -65,7 +66,7 @@ def reading(path: Place | str) -> Iterator[None]:
         raise CheckpointInvalid(f"cannot read {path}: {error.strerror or error}") from error
 
 
-class Directory:
+class Directory(Closes):
     """An opened directory (a context manager). Names are plain file names inside it."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -97,14 +98,6 @@ class Directory:
             sync_directory(root)  # whoever made it: it may have died before its own
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             return cls(root / name, os.open(root / name, flags))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the descriptor; twice is harmless."""
@@ -159,18 +152,17 @@ class Directory:
             raise CheckpointInvalid(f"{self.path / name}: not a regular file")
         return fd, status.st_size
 
-    def read(self, name: str, size_bytes_max: int, size_bytes: int | None = None) -> bytes:
-        """The content of a file, or its first ``size_bytes``.
+    def read(self, name: str, size_bytes_max: int) -> bytes:
+        """The content of a file.
 
         Raises:
             CheckpointInvalid: as :meth:`open_read`, or larger than ``size_bytes_max``.
         """
         fd, total = self.open_read(name)
         try:
-            wanted = total if size_bytes is None else min(size_bytes, total)
-            if wanted > size_bytes_max:
-                raise CheckpointInvalid(f"{self.path / name}: {wanted} bytes; the limit is {size_bytes_max}")
-            buffer = bytearray(wanted)
+            if total > size_bytes_max:
+                raise CheckpointInvalid(f"{self.path / name}: {total} bytes; the limit is {size_bytes_max}")
+            buffer = bytearray(total)
             read_at(fd, 0, [memoryview(buffer)], self.path / name)
             return bytes(buffer)
         finally:
@@ -261,9 +253,6 @@ def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None
                 rest.pop(0)
             if rest and count:
                 rest[0] = rest[0][count:]
-
-
-IOVECS_MAX = 512
 
 
 def checked_name(name: str) -> str:

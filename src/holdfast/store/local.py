@@ -12,20 +12,16 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
-from holdfast.store.base import Put
+from holdfast.store.base import Closes, Put
 from holdfast.store.direct import DirectFile
 from holdfast.store.files import Directory, read_at, reading, sync_directory, write_at, writing
 from holdfast.store.mapped import Mapped
 
-_DOOMED_PREFIX = ".removing-"
-
-
 THREADS_MAX = 4
+_DOOMED_PREFIX = ".removing-"
 
 
 def threads_of_rank() -> int:
@@ -34,7 +30,7 @@ def threads_of_rank() -> int:
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
 
 
-class LocalFile:
+class LocalFile(Closes):
     """As :class:`SourceFile`: a descriptor."""
 
     def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
@@ -57,14 +53,6 @@ class LocalFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class LocalAttempt(Directory):

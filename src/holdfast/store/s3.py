@@ -20,12 +20,10 @@ import secrets
 import threading
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Self
 
 from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 from holdfast.store import manifest as form
-from holdfast.store.base import Put
+from holdfast.store.base import Closes, Put, read_whole
 from holdfast.store.bucket import Bucket, Entry
 from holdfast.store.files import checked_name
 from holdfast.store.place import Url
@@ -36,7 +34,7 @@ _LEASES = ".leases"
 _DOOMED = ".removing"
 
 
-class S3File:
+class S3File(Closes):
     """As :class:`SourceFile`: every read is a request of its own."""
 
     def __init__(self, bucket: Bucket, key: str, size_bytes: int) -> None:
@@ -66,14 +64,6 @@ class S3File:
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Lease:
@@ -108,7 +98,7 @@ class Lease:
                 self._bucket.put(self._key, b"")
 
 
-class S3Attempt:
+class S3Attempt(Closes):
     """As :class:`Attempt`: the objects below one name."""
 
     in_order = True
@@ -126,14 +116,6 @@ class S3Attempt:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def hold(self) -> bool:
         """As :meth:`Attempt.hold`."""
@@ -165,14 +147,7 @@ class S3Attempt:
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
         """As :meth:`Attempt.read`."""
-        with self.open_file(name) as file:
-            if file.size_bytes > size_bytes_max:
-                raise CheckpointInvalid(
-                    f"{file.path}: {file.size_bytes} bytes; the limit is {size_bytes_max}"
-                )
-            buffer = bytearray(file.size_bytes)
-            file.read_at(0, [memoryview(buffer)])
-        return bytes(buffer)
+        return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str) -> None:
         """As :meth:`Attempt.write`."""
