@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
-from holdfast.store.cover import uncovered
+from holdfast.store.cover import missing
 from holdfast.store.grid import Held, Integers
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, TensorEntry, subtract
 
@@ -323,36 +323,6 @@ def _boxes(held: Held, places: Integers) -> list[Box]:
     """Some boxes of a grid on a shape."""
     rows = zip(held.offsets[places].tolist(), held.sizes[places].tolist(), strict=True)
     return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
-
-
-def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The regions of a tensor of ``shape`` that no box covers; empty when it is covered completely.
-
-    Raises:
-        StateError: it cannot be told, see ``cover.py``.
-    """
-    whole = Box.whole(shape)
-    if not boxes:
-        return [whole]
-    if whole in boxes or _is_grid(shape, boxes):
-        return []
-    return uncovered(shape, boxes)
-
-
-def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """True when the boxes are exactly the cells of a regular cut of every dimension (any device mesh): linear time."""
-    cells = 1
-    for d, length in enumerate(shape):
-        intervals = sorted({(box.offsets[d], box.sizes[d]) for box in boxes})
-        end = 0
-        for offset, size in intervals:
-            if offset != end:
-                return False
-            end = offset + size
-        if end != length:
-            return False
-        cells *= len(intervals)
-    return cells == len(set(boxes))
 
 
 def _some(names: Sequence[object], limit: int = 4) -> str:

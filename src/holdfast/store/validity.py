@@ -28,11 +28,11 @@ from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.store import manifest as form
 from holdfast.store.base import Attempt, SourceFile
 from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, decode_header
+from holdfast.store.cover import missing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, flat_regions
 from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
-from holdfast.store.plan import missing
 
 Progress = Callable[[int], object]
 T = TypeVar("T")
