@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from holdfast.errors import StateError
-from holdfast.store.grid import Shape
+
+Shape = tuple[int, ...]
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -7,7 +7,8 @@ from itertools import pairwise
 import msgspec
 
 from holdfast.errors import StateError
-from holdfast.store.grid import Region, Shape
+from holdfast.store.box import Shape
+from holdfast.store.grid import Region
 
 VERSION = 1
 

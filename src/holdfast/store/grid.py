@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
+from holdfast.store.box import Box, Shape
 
 DEPTH_MAX = 8
 PARTS_MAX = 2**48
 STEPS_MAX = 2**26
 
 Integers = NDArray[np.int64]
-Shape = tuple[int, ...]
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """Per dimension the steps (parts, index), outermost first; no step: the whole dimension."""
 
@@ -78,6 +78,11 @@ class Held(NamedTuple):
     sizes: Integers
     entry: Integers
     joined: dict[int, tuple[int, ...]]
+
+    def boxes(self, places: Integers) -> list[Box]:
+        """Those at ``places``."""
+        rows = zip(self.offsets[places].tolist(), self.sizes[places].tolist(), strict=True)
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
 
 
 class Grid(msgspec.Struct, frozen=True, dict=True):

@@ -29,11 +29,11 @@ import xxhash
 from holdfast.errors import StateError
 from holdfast.store import catalogue_v1
 from holdfast.store.box import Box as Box
+from holdfast.store.box import Shape as Shape
 from holdfast.store.box import flat_range_boxes as flat_range_boxes
 from holdfast.store.box import flat_regions as flat_regions
 from holdfast.store.box import subtract as subtract
-from holdfast.store.grid import Cell, Cuts, Grid, Held, Region, cut, whole_cuts
-from holdfast.store.grid import Shape as Shape
+from holdfast.store.grid import Cell, Cuts, Grid, Held, Integers, Region, cut, whole_cuts
 
 CATALOGUE_VERSION = 2
 FQN_LENGTH_MAX = 1024
@@ -296,7 +296,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """All distinct boxes of a tensor with their holders, sorted."""
         grid = self.grids[tensor.grid]
         held = grid.on(tensor.shape)
-        return _some_boxes(grid, held, range(len(held.entry)))
+        return _with_holders(grid, held, np.arange(len(held.entry)))
 
     def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
         """The boxes of one rank with all their holders, sorted by tensor and region."""
@@ -307,9 +307,9 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
             if key not in known and len(entries[tensor.grid]):
                 grid = self.grids[tensor.grid]
                 held = grid.on(tensor.shape)
-                own = set(np.nonzero(np.isin(held.entry, entries[tensor.grid]))[0].tolist())
-                own |= {place for place, ranks in held.joined.items() if rank in ranks}
-                known[key] = _some_boxes(grid, held, own)
+                own = np.isin(held.entry, entries[tensor.grid])
+                own[[place for place, ranks in held.joined.items() if rank in ranks]] = True
+                known[key] = _with_holders(grid, held, np.nonzero(own)[0])
         return [
             (tensor, box, ranks)
             for tensor in self.tensors
@@ -393,14 +393,14 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
     return tensor.cuts
 
 
-def _some_boxes(grid: Grid, held: Held, places: Iterable[int]) -> list[tuple[Box, tuple[int, ...]]]:
+def _with_holders(grid: Grid, held: Held, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
     """Boxes of a grid on a shape with their holders, sorted."""
     holders = grid.holders
-    found = []
-    for place in places:
-        box = Box(tuple(held.offsets[place].tolist()), tuple(held.sizes[place].tolist()))
-        found.append((box, held.joined.get(place, holders[held.entry[place]])))
-    return sorted(found)
+    who = (
+        held.joined.get(place, holders[entry])
+        for place, entry in zip(places.tolist(), held.entry[places].tolist(), strict=True)
+    )
+    return sorted(zip(held.boxes(places), who, strict=True))
 
 
 def _even_cuts(shape: Shape, box: Box) -> Cuts | None:

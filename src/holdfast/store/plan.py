@@ -162,10 +162,10 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _holes(self, kind: tuple[int, tuple[int, ...]], held: Held, alive: NDArray[np.bool]) -> list[Box]:
         """Declared boxes that nobody alive covers, then regions that nobody ever declared."""
         grid, shape = self.catalogue.grids[kind[0]], kind[1]
-        dead = _boxes(held, np.nonzero(~alive)[0])
+        dead = held.boxes(np.nonzero(~alive)[0])
         if grid.exact:
             return dead
-        kept = _boxes(held, np.nonzero(alive)[0])
+        kept = held.boxes(np.nonzero(alive)[0])
         rest = missing(shape, kept)
         if not rest:
             return []
@@ -229,7 +229,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
                 held = grid.on(kind[1])
                 groups = self._groups_of(kind[0], held)
                 places = np.nonzero(mine[groups])[0]
-                found[kind] = list(zip(groups[places].tolist(), _boxes(held, places), strict=True))
+                found[kind] = list(zip(groups[places].tolist(), held.boxes(places), strict=True))
         streams: dict[tuple[int, ...], list[tuple[str, Box, int]]] = {}
         for tensor in self.catalogue.tensors:
             item_size_bytes = DTYPE_SIZE_BYTES[tensor.dtype]
@@ -317,12 +317,6 @@ def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
     offsets[axis] += low // per_row
     sizes[axis] = (high - low) // per_row
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _boxes(held: Held, places: Integers) -> list[Box]:
-    """Some boxes of a grid on a shape."""
-    rows = zip(held.offsets[places].tolist(), held.sizes[places].tolist(), strict=True)
-    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
 
 
 def _some(names: Sequence[object], limit: int = 4) -> str:
