@@ -137,7 +137,9 @@ class Tier:
             log.warning("holdfast: what a loss costs is not known: %s", error)  # and nothing could be saved
             self._alone, self._said = False, True
             return
-        self._alone = any(len(who) == 1 for tensor in catalogue.tensors for _, who in catalogue.boxes(tensor))
+        self._alone = any(
+            len(who) == 1 for tensors in catalogue.kinds.values() for _, who in catalogue.boxes(tensors[0])
+        )
         if self._version > 1 and not self._said:  # the first layouts lack what the first update makes
             self._said = True
             own = sum(

@@ -283,6 +283,14 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return {tensor.fqn: tensor for tensor in self.tensors}
 
     @cached_property
+    def kinds(self) -> dict[tuple[int, Shape], list[TensorEntry]]:
+        """Tensors with the same boxes, by grid and shape: few, however many tensors there are."""
+        kinds: dict[tuple[int, Shape], list[TensorEntry]] = {}
+        for tensor in self.tensors:
+            kinds.setdefault((tensor.grid, tensor.shape), []).append(tensor)
+        return kinds
+
+    @cached_property
     def ranks(self) -> frozenset[int]:
         """Ranks that declared a layout."""
         return frozenset(range(self.world)).difference(self.absent)
@@ -302,14 +310,13 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         """The boxes of one rank with all their holders, sorted by tensor and region."""
         entries = [grid.entries_of(rank) for grid in self.grids]
         known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
-        for tensor in self.tensors:
-            key = (tensor.grid, tensor.shape)
-            if key not in known and len(entries[tensor.grid]):
-                grid = self.grids[tensor.grid]
-                held = grid.on(tensor.shape)
-                own = np.isin(held.entry, entries[tensor.grid])
+        for number, shape in self.kinds:
+            if entries[number]:
+                grid = self.grids[number]
+                held = grid.on(shape)
+                own = np.isin(held.entry, entries[number])
                 own[[place for place, ranks in held.joined.items() if rank in ranks]] = True
-                known[key] = _with_holders(grid, held, np.nonzero(own)[0])
+                known[number, shape] = _with_holders(grid, held, np.nonzero(own)[0])
         return [
             (tensor, box, ranks)
             for tensor in self.tensors

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from holdfast.errors import StateError
 from holdfast.store.cover import missing
 from holdfast.store.grid import Held, Integers
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, TensorEntry, subtract
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, subtract
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
 """A box is only cut into parts of at least about this size: each part costs a header entry and a read."""
@@ -112,7 +112,8 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         self.living = [
             np.array([self._group(ranks) for ranks in grid.holders], np.int64) for grid in catalogue.grids
         ]
-        self.kinds = self._kinds()
+        # What has no elements is in no stream.
+        self.kinds = {kind: tensors for kind, tensors in catalogue.kinds.items() if 0 not in kind[1]}
         self.lost: list[tuple[tuple[int, tuple[int, ...]], list[Box]]] = []
         self.sizes = self._measure()
         self.fills = self._deal()
@@ -127,14 +128,6 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _group(self, ranks: Sequence[int]) -> int:
         alive = tuple(rank for rank in ranks if rank in self.sources)
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
-
-    def _kinds(self) -> dict[tuple[int, tuple[int, ...]], list[TensorEntry]]:
-        """Tensors with elements that have the same boxes, by grid and shape."""
-        kinds: dict[tuple[int, tuple[int, ...]], list[TensorEntry]] = {}
-        for tensor in self.catalogue.tensors:
-            if tensor.size_bytes:
-                kinds.setdefault((tensor.grid, tensor.shape), []).append(tensor)
-        return kinds
 
     def _groups_of(self, grid: int, held: Held) -> Integers:
         """The group of each box."""
