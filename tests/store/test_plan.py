@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import StateError
 from holdfast.store import plan as planner
+from holdfast.store.cover import missing
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta, cut_box, declarations
-from holdfast.store.plan import missing, plan
+from holdfast.store.plan import plan
 from tests.store.worlds import World, cut, pipeline, replicated, worlds
 
 
