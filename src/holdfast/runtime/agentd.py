@@ -27,7 +27,6 @@ from holdfast.core.messages import (
     Ack,
     Assignment,
     Command,
-    EndRun,
     ExitRun,
     Finish,
     KillMember,
@@ -425,11 +424,9 @@ class AgentDaemon:
     def _act(self, message: object) -> None:
         if isinstance(message, BuildSpare):
             self._procs.start(spare_order(message, self._settings))
-            return
-        if isinstance(message, CallSpare):
+        elif isinstance(message, CallSpare):
             self._call(message)
-            return
-        if isinstance(message, StartMembers):
+        elif isinstance(message, StartMembers):
             if message.resume or message.join or not writers(self._run):
                 self._start(message)
             else:
@@ -438,8 +435,6 @@ class AgentDaemon:
             self._procs.kill(message.member_id, message.grace_s)
         elif isinstance(message, Gather):
             self._watcher.gather(message)
-        elif isinstance(message, EndRun):
-            self._finish(message.code)
         else:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
 
@@ -485,8 +480,7 @@ class AgentDaemon:
             return
         self._home_keys(call.order.kv_node)
         (order,) = self._orders(call.order)
-        pid = self._procs.call(call.spare, order)
-        assert pid is not None
+        self._procs.call(call.spare, order)
         seat = order.assignment
         self._member_of[channel] = seat.member_id
         self._workers[seat.member_id] = channel
@@ -501,7 +495,7 @@ class AgentDaemon:
                 log=worker_log(self._run, self._settings, order),
             )
         )
-        self._started(seat.member_id, pid)
+        self._started(seat.member_id, life.pid)
 
 
 def spare_order(build: BuildSpare, settings: RunSettings) -> Order:

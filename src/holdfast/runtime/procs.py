@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.core.ids import MemberId
@@ -300,15 +300,9 @@ class Processes:
         else:
             loop.call_soon(self._died, life)
 
-    def call(self, spare: MemberId, order: Order) -> int | None:
-        """Let a spare be the member of ``order``: its page and its process get the member's name.
-
-        Returns:
-            Its pid; None when it is gone.
-        """
-        life = self.living.pop(spare, None)
-        if life is None:
-            return None
+    def call(self, spare: MemberId, order: Order) -> None:
+        """Let a living spare be the member of ``order``: its page and its process get the member's name."""
+        life = self.living.pop(spare)
         seat = order.assignment
         page = Page.open(self._run.page_path(spare))
         page[Word.GENERATION] = order.generation.pack()
@@ -318,7 +312,6 @@ class Processes:
         self._run.page_path(spare).rename(self._run.page_path(seat.member_id))
         life.member_id = seat.member_id
         self.living[seat.member_id] = life
-        return life.pid
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
         """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. Unknown members are no error."""
@@ -467,17 +460,21 @@ def belongs(pid: int, run: RunDir) -> bool:
         return False
 
 
+def processes(run: RunDir) -> Iterator[int]:
+    """Every process that inherited this run's environment, whatever session it moved to."""
+    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
+
+
 def writers(run: RunDir) -> list[int]:
     """Processes that still write a checkpoint for a worker of this run, dead or alive (``store/writerd.py``)."""
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and belongs(int(entry), run):
-            try:
-                command = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue  # it has ended
-            if WRITER_MODULE in command:
-                found.append(int(entry))
+    for pid in processes(run):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if WRITER_MODULE in command:
+            found.append(pid)
     return found
 
 
@@ -490,13 +487,13 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
 
 
 def sweep(run: RunDir) -> list[int]:
-    """SIGKILL every process that inherited this run's environment, whatever session it moved to; returns the pids."""
+    """SIGKILL all other processes of this run; returns the pids."""
     killed = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid() and belongs(int(entry), run):
-            try:
-                os.kill(int(entry), signal.SIGKILL)
-                killed.append(int(entry))
-            except ProcessLookupError:
-                continue
+    for pid in processes(run):
+        try:
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+        except ProcessLookupError:
+            continue
     return killed
