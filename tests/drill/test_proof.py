@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.cli.drill import show
 from holdfast.cli.main import answer
-from holdfast.cli.view import RECOVERY_PHASES
+from holdfast.core.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import DEATHS, PHASES, Fault
@@ -176,7 +176,7 @@ def test_the_command_writes_its_verdict_as_data(tmp_path: Path, capfd: pytest.Ca
     assert (verdict["identical"], verdict["steps_lost"]) == (True, 0) and verdict["digest"]
     (fault,) = verdict["faults"]
     assert fault["kind"] == "kill" and fault["rank"] in (0, 1) and fault["phase"] and fault["step"] >= 6
-    times = [fault[f"{phase}_s"] for phase in RECOVERY_PHASES]
+    times = [fault[f"{phase}_s"] for phase in SEEN]
     assert times == sorted(times) and times[0] > 0
     shown = capfd.readouterr().out
     assert "PASSED" in shown and all(len(line) <= 80 for line in shown.splitlines())

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.console import Screen
-from holdfast.cli.view import RECOVERY_PHASES
+from holdfast.core.fault import SEEN
 from holdfast.drill.excerpt import text
 from holdfast.drill.grammar import Fault, parse_fault
 from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torch
@@ -158,9 +158,9 @@ def timeline(fault: FaultReport) -> Table:
     table.add_column(justify="right", width=9)
     table.add_column(width=BAR)
     table.add_column(style="dim")
-    whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in RECOVERY_PHASES), default=0.0)
+    whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in SEEN), default=0.0)
     before = 0.0
-    for phase in RECOVERY_PHASES:
+    for phase in SEEN:
         seconds = fault.seconds(phase)
         if seconds is None:
             table.add_row(f"  {phase}", "never", "", WORDS[phase])

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.view import RECOVERY_PHASES, FaultView, Story
+from holdfast.cli.view import FaultView, Story
+from holdfast.core.fault import SEEN
 from holdfast.journal import Event
 from holdfast.runtime.rundir import RunDir, last_lines, log_path, write_private
 
@@ -230,7 +231,7 @@ def _advice(case: _Case, logs: str) -> list[str]:
 
 def _timeline(fault: FaultView, hang: dict[str, Any]) -> list[PhaseTime]:
     found, before_s = [], 0.0
-    for phase in RECOVERY_PHASES:
+    for phase in SEEN:
         if phase not in fault.phases:
             break
         at_s = max(before_s, fault.phases[phase])

@@ -9,11 +9,11 @@ import click
 import msgspec
 
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.view import alive
 from holdfast.core.page import Word
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.evidence import find, where
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import alive
 from holdfast.runtime.procs import recorded_members
 from holdfast.runtime.rundir import RunDir
 

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.view import RECOVERY_PHASES, FaultView, RankView, RunView, SpareView, Watch
+from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
+from holdfast.core.fault import SEEN
 
 WATCH_PERIOD_S = 0.5
 PLAIN_WIDTH = 120
@@ -162,7 +163,7 @@ def _fault_lines(fault: FaultView) -> list[Text]:
     if fault.action:
         lines.append(Text(f"      {fault.action.replace('_', ' ')}: {fault.reason}", style="dim"))
     if fault.phases:
-        times = [f"{phase} {fault.phases[phase]:.2f} s" for phase in RECOVERY_PHASES if phase in fault.phases]
+        times = [f"{phase} {fault.phases[phase]:.2f} s" for phase in SEEN if phase in fault.phases]
         lines.append(Text("      " + ", ".join(times), style="dim" if fault.recovered_s else "yellow"))
     return lines
 

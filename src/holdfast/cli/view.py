@@ -9,16 +9,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.core.fault import SEEN
 from holdfast.core.ids import Generation
 from holdfast.core.page import Phase, Word
 from holdfast.errors import ProtocolError
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
 
-RECOVERY_PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
 SPEED_WINDOW_S = 10.0
 LOST_AFTER_S = 15.0
 
@@ -104,15 +105,6 @@ class RunView(msgspec.Struct):
     spares: list[SpareView] = []
 
 
-def alive(pid: int) -> bool:
-    """A process with this number exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
 class Story:
     """Folds the event log."""
 
@@ -147,7 +139,7 @@ class Story:
         fold = getattr(self, f"_on_{event.kind}", None)
         if fold is not None:
             fold(event, event.data)
-        if event.kind in RECOVERY_PHASES:
+        if event.kind in SEEN:
             for fault, at_mono_s in self._open:
                 fault.phases[event.kind] = round(event.t_mono - at_mono_s, 6)
 
@@ -193,7 +185,7 @@ class Story:
     def _on_recovered(self, event: Event, data: dict[str, Any]) -> None:
         for fault, _ in self._open:
             if fault.member_id == data["member_id"]:
-                fault.phases = {phase: float(data[f"{phase}_s"]) for phase in RECOVERY_PHASES}
+                fault.phases = {phase: float(data[f"{phase}_s"]) for phase in SEEN}
         self._open = [(fault, at) for fault, at in self._open if fault.member_id != data["member_id"]]
 
     def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ from holdfast.core.messages import Field
 from holdfast.core.policy import Failure
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
+SEEN: tuple[Seen, ...] = get_args(Seen)
+"""The phases of a recovery that users see, in their order."""
 FaultKind = Literal[
     "signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller", "corruption"
 ]
@@ -83,7 +85,7 @@ class Fault(msgspec.Struct, kw_only=True):
         fields["steps_lost"] = self.steps_lost
         fields["freed_s"] = round(self.freed_s, 6)
         latest = 0.0
-        for phase in get_args(Seen):
+        for phase in SEEN:
             latest = max(latest, self.passed.get(phase, self.at_s) - self.at_s)
             fields[f"{phase}_s"] = round(latest, 6)
         return fields

@@ -28,8 +28,9 @@ from holdfast import journal
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import Exercise, require_torch
 from holdfast.drill.runner import end
-from holdfast.drill.watch import Run, alive
+from holdfast.drill.watch import Run
 from holdfast.exits import Exit
+from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.place import ROOT_VARIABLE
 

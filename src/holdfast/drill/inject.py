@@ -24,8 +24,9 @@ import msgspec
 
 from holdfast.core.page import Phase, TrapAction, Word, pack_trap
 from holdfast.drill.grammar import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
-from holdfast.drill.watch import GONE, Run, Seen, alive
+from holdfast.drill.watch import GONE, Run, Seen
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import alive
 
 POLL_S = 0.0005
 HELD_S_MAX = 0.01

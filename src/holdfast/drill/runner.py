@@ -17,8 +17,9 @@ from holdfast import journal
 from holdfast.drill.excerpt import last_words, launcher_log, text
 from holdfast.drill.grammar import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
-from holdfast.drill.watch import Run, alive
+from holdfast.drill.watch import Run
 from holdfast.errors import ScriptError
+from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import SETTINGS_FILE
 from holdfast.store.place import ROOT_VARIABLE

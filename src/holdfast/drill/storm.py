@@ -24,7 +24,7 @@ from pathlib import Path
 from holdfast.drill.chaos import POLL_S, Chaos, Tally
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import Exercise, require_torch
-from holdfast.drill.watch import alive
+from holdfast.runtime.pids import alive
 
 PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "generation_started", "resumed")
 """Events of the log that stand for the phases of a recovery."""

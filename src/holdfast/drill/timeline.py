@@ -7,17 +7,15 @@ a recovery under way starts it again, so the last occurrence of a phase counts, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 import msgspec
 
-from holdfast.core.fault import Seen
+from holdfast.core.fault import SEEN
 from holdfast.drill.grammar import FLIPS
 from holdfast.drill.inject import Injected
 from holdfast.journal import Event
 
-SEEN_PHASES = get_args(Seen)
-_FIRST_COUNTS = SEEN_PHASES[:2]
+_FIRST_COUNTS = SEEN[:2]
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +68,7 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultRe
     times: dict[str, float] = {}
     decision, action, in_doubt, steps_lost = "none", "", 0, 0
     for event in events:
-        if event.kind in SEEN_PHASES and not (event.kind in _FIRST_COUNTS and event.kind in times):
+        if event.kind in SEEN and not (event.kind in _FIRST_COUNTS and event.kind in times):
             times[event.kind] = round(event.t_mono - start_s, 6)
         if event.kind == "planned":
             steps_lost = max(steps_lost, fault.committed_step - int(event.data["step"]))

@@ -11,6 +11,7 @@ from holdfast import journal
 from holdfast.core.page import Phase, Word
 from holdfast.errors import ProtocolError
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import alive
 
 GONE = (Phase.FINISHED, Phase.LEFT)
 
@@ -75,12 +76,3 @@ class Run:
             with closing(page):
                 steps.append(page.state()[0])
         return max(steps)
-
-
-def alive(pid: int) -> bool:
-    """A process with this number exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from holdfast.errors import InternalError, PeerLost, StateError
+from holdfast.runtime.pids import alive
 
 VOTE_LENGTH_MAX = 1008
 NOTE_SIZE_BYTES_MAX = 128 * 1024
@@ -164,13 +165,7 @@ class Board:
 
     def _gone(self, rank: int) -> bool:
         pid = int(self._words[self._base(rank)])
-        if pid == 0:  # not here yet: its agent watches over it
-            return False
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state in ("Z", "X")
+        return pid != 0 and not alive(pid)  # 0: not here yet, its agent watches over it
 
 
 def _digest(turn: int, data: bytes) -> int:

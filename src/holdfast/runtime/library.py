@@ -21,6 +21,7 @@ from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import start_ticks
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.settings import RunSettings
 
@@ -94,15 +95,6 @@ def join_or_start_agent(
 def _key() -> str:
     text = "|".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES) + f"|{os.getuid()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def start_ticks(pid: int) -> int:
-    """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _start_agent(base: Path, pointer: Path, world_size: int) -> RunDir:

@@ -1,0 +1,25 @@
+"""What ``/proc`` says of a process by its number, which may be somebody else's by now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def alive(pid: int) -> bool:
+    """A process with this number exists and is no zombie."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def start_ticks(pid: int) -> int:
+    """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name, which may hold blanks and brackets; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
