@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from holdfast.compat.packages import ALIASES, remove, write
+from holdfast.compat.packages import ALIASES, PACKAGES, remove, write
 from holdfast.errors import UsageError
 from tests.cli.command import Run, clean_environment
 from tests.cli.conftest import holdfast  # noqa: F401  # the fixture
@@ -54,5 +55,8 @@ def test_one_import_is_enough_and_torch_is_not_loaded() -> None:
     assert done.stdout == "1 False\n", done.stderr
 
 
-def test_every_alias_has_a_target() -> None:
-    assert all(not target or target.startswith("holdfast.compat.") for target in ALIASES.values())
+def test_every_alias_has_a_target_and_a_package_that_holds_it() -> None:
+    for name, target in ALIASES.items():
+        assert not target or find_spec(target) is not None, name
+        parent = name.rpartition(".")[0]
+        assert name in PACKAGES if not parent else ALIASES[parent] == "", name

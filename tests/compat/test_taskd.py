@@ -67,14 +67,40 @@ def test_too_many_restarts_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (msrun.started, msrun.killed) == (3, 3)
 
 
+class Writing(Msrun):
+    """Its living workers write for the first looks, then leave."""
+
+    looks_at_kill = 0
+
+    def kill(self, pids: list[int]) -> int:
+        self.looks_at_kill = self.looks
+        return super().kill(pids)
+
+    def monitor(self, ranks: list[int]) -> dict[int, Any]:
+        states = super().monitor(ranks)
+        for state in states.values():
+            if state["status"] is None and self.looks > 20:
+                state["status"] = 1
+        return states
+
+
 def test_the_dying_checkpoint_gets_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,RSC:1}")
-    monkeypatch.setattr(taskd_agent, "DUMP_S", 0.2)
+    msrun = Writing([[None, -9], [0, 0]])
+    taskd_agent.init_taskd_agent({})
+    msrun.register()
+    taskd_agent.start_taskd_agent()
+    assert (msrun.killed, msrun.looks_at_kill) == (1, 21), "killed when they have left, not before"
+
+
+def test_a_dying_checkpoint_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,RSC:1}")
+    monkeypatch.setattr(taskd_agent, "DUMP_S", 0.05)
     msrun = Msrun([[None, -9], [0, 0]])
     taskd_agent.init_taskd_agent({})
     msrun.register()
     taskd_agent.start_taskd_agent()
-    assert msrun.killed == 1 and msrun.looks > 10, "it looked until the time was up"
+    assert (msrun.started, msrun.killed) == (2, 1)
 
 
 def test_a_limit_that_is_no_number_and_missing_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,9 @@ def test_a_script_that_exits_well_is_no_fault() -> None:
         train()
 
 
-def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_controller_that_dies_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from holdfast.compat import framework_ttp as ttp
 
     port = free_port()
@@ -187,6 +189,7 @@ def test_a_controller_that_dies_is_told_and_training_goes_on(tmp_path: Path) -> 
         ttp.ttp_start_updating_os(-1)
         ttp.ttp_end_updating_os(1)
         ttp.tft_report_error(ttp.ReportState.RS_UNKNOWN.value)
+        assert "no dying checkpoint from now on" in caplog.text
     finally:
         ttp.tft_destroy_processor()
         del os.environ[LOG_VARIABLE]

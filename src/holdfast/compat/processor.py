@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from holdfast.compat.dump import (
     REACH_S,
     STAND_S,
+    TEXT_SIZE_MAX,
     Done,
     Exit,
     Faulted,
@@ -47,9 +47,6 @@ log = logging.getLogger("holdfast")
 CONNECT_S = 60.0
 UPDATE_S = STAND_S - 1  # for the update that is under way: the controller waits a little longer
 RETRY_S = 0.05
-TEXT_LENGTH_MAX = 1000
-
-Handler = Callable[..., Any]
 
 
 def start_controller(host: str, port: int, world_size: int) -> int:
@@ -168,13 +165,12 @@ class Processor:
                 return
             self._reported = True
             self._torn = self._updating
-        self._tell(Faulted(rank=self.rank, what=what[:TEXT_LENGTH_MAX]))
+        self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
 
-    def wait_end(self) -> bool:
-        """Wait until the exit handler ends the process; False when there is nobody to decide."""
+    def wait_end(self) -> None:
+        """Wait until the exit handler ends the process; returns when there is nobody to decide."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(RETRY_S)
-        return False
 
     # ------------------------------------------------------------------ the listening thread
 
@@ -242,7 +238,7 @@ class Processor:
             self._call(name, order)
         except Exception as error:
             log.exception("holdfast: the %s handler failed", name)
-            return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
+            return f"{type(error).__name__}: {error}"[:TEXT_SIZE_MAX]
         return ""
 
     def _tell(self, message: Message) -> None:
