@@ -230,10 +230,14 @@ def test_links_between_documents_exist() -> None:
 
 def test_documents_name_files_that_exist() -> None:
     named = re.compile(r"`((?:src|tests|docs|bench|scripts|examples)/[\w./-]+\.\w+)`")
+    source = ROOT / "src" / "holdfast"
+    packages = [p.name for p in source.iterdir() if (p / "__init__.py").exists()]
+    module = re.compile(rf"(?<![\w/.])((?:{'|'.join(packages)})/[\w/]+\.py)\b")
     found = []
     for path in markdown_files():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             found += [f"{where(path, number)} {n}" for n in named.findall(line) if not (ROOT / n).exists()]
+            found += [f"{where(path, number)} {n}" for n in module.findall(line) if not (source / n).exists()]
     refuse(found, "a file that a document names exists")
 
 

@@ -8,6 +8,7 @@ from typing import get_args
 
 from holdfast.core.phases import PHASES
 from holdfast.core.policy import Action
+from holdfast.core.vote import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +24,12 @@ def test_phases_in_the_document_are_the_phases_in_the_code() -> None:
 def test_every_rung_is_explained() -> None:
     text = (DOCS / "protocol.md").read_text()
     assert [action for action in get_args(Action) if f"| `{action}` |" not in text] == []
+
+
+def test_the_vote_has_the_words_that_the_documents_name() -> None:
+    words = ", ".join(name.replace("_squared", "^2") for name in FIELDS)
+    for document in ("protocol.md", "design/0001-spine.md"):
+        assert f"`[{words}]`" in (DOCS / document).read_text(), document
 
 
 def test_every_record_kind_is_documented() -> None:

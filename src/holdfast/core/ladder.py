@@ -8,7 +8,7 @@ always there, whatever was configured: a job is never left without an answer.
 Invariants:
 1. Rungs are tried in order, each at most once; the refusals of those before the chosen one are told.
 2. Several faults at once start at the highest of their first rungs.
-3. A ladder ends with the last resorts, in their order.
+3. Every ladder holds all last resorts: those that were not named end it, in their order.
 """
 
 from __future__ import annotations
