@@ -49,7 +49,7 @@ class Newcomer(Rank):
 def test_a_newcomer_rehearses_once_and_then_joins() -> None:
     adapter: Any = GateAdapter()
     typed: Adapter = adapter
-    rank = Newcomer(typed, None, lambda settle: None, lambda: None)
+    rank = Newcomer(typed, None)
     with rank.changed:
         rank.machine.open(10)
     rank.joining = True
@@ -67,6 +67,6 @@ def test_a_newcomer_rehearses_once_and_then_joins() -> None:
 
 def test_nothing_is_open_that_could_begin_again() -> None:
     adapter: Any = GateAdapter()
-    rank = Newcomer(adapter, None, lambda settle: None, lambda: None)
+    rank = Newcomer(adapter, None)
     with pytest.raises(StepError, match="no step is open"):
         Blocks(rank, adapter, adapter).redo()

@@ -132,7 +132,7 @@ class Tier:
             return
         self._version, layouts = rank.catalogue_version, rank.layouts
         try:
-            catalogue = catalogue_of({int(r): data for r, data in layouts.items()})
+            catalogue = catalogue_of(layouts)
         except StateError as error:
             log.warning("holdfast: what a loss costs is not known: %s", error)  # and nothing could be saved
             self._alone, self._said = False, True

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
@@ -50,28 +51,30 @@ POLL_S = 0.5
 TEXT_LENGTH_MAX = 1000
 
 
+class Calls(NamedTuple):
+    """Into the session."""
+
+    settle: Callable[[Settle], None] = lambda settle: (
+        None
+    )  # client thread: a decision, after the machine took it
+    resume: Callable[[], None] = lambda: None  # client thread: the job goes on in place
+    rewind: Callable[[int], None] = lambda step: None  # main thread: go back to the kept state of this step
+    kept: Callable[[], tuple[int, ...]] = tuple  # steps of which the memory tier has this rank's state
+
+
 class Rank:
     """See the module. ``client`` is None in a process without a launcher: then nobody can fence it.
 
     Args:
         adapter: breaks and rebuilds collectives.
         client: the line to the agent.
-        on_settle: called in the client thread with each decision, after the machine took it.
-        on_resume: called in the client thread when the job goes on in place.
 
     Attributes:
-        kept: steps of which the memory tier has this rank's state.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
-        on_rewind: called in the main thread to go back to a kept state.
+        layouts: of all ranks, as they sent them.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        client: Client | None,
-        on_settle: Callable[[Settle], None],
-        on_resume: Callable[[], None],
-    ) -> None:
+    def __init__(self, adapter: Adapter, client: Client | None) -> None:
         generation = NO_GENERATION if client is None else client.generation
         self.machine = StepMachine(generation, self._observe)
         self.changed = threading.Condition(threading.RLock())
@@ -80,14 +83,11 @@ class Rank:
         self.orphaned = False
         self.released = False
         self.away = False
-        self.kept: Callable[[], tuple[int, ...]] = tuple
         self.rewind = -1
-        self.on_rewind: Callable[[int], None] = lambda step: None
         self.catalogue_version = 0
-        self.layouts: dict[str, bytes] = {}
+        self.layouts: dict[int, bytes] = {}
         self._adapter = adapter
-        self._on_settle = on_settle
-        self._on_resume = on_resume
+        self._calls = Calls()
         self._told: tuple[Generation, RankState, int] | None = None
         self._resume: Resume | None = None
         self._resumed_in: Generation | None = None
@@ -211,15 +211,16 @@ class Rank:
                 step=self.machine.step,
                 freed_ns=self.client.page[Word.FREED_NS],
                 away=self.away,
-                kept=self.kept(),
+                kept=self._calls.kept(),
                 rewind=self.rewind,
             )
         )
 
     # ------------------------------------------------------------------ client thread
 
-    def connect(self) -> None:
+    def connect(self, calls: Calls) -> None:
         """Take over the client's handlers."""
+        self._calls = calls
         client = self.client
         if client is None:
             return
@@ -253,7 +254,7 @@ class Rank:
                 return
             self.machine.decide(settle.step)
             self.changed.notify_all()
-        self._on_settle(settle)
+        self._calls.settle(settle)
 
     def on_resume(self, resume: Resume) -> None:
         """Everyone is there in the new generation: the main thread rebuilds the groups.
@@ -262,7 +263,7 @@ class Rank:
         """
         if resume.generation == self._resumed_in:
             return
-        self._on_resume()
+        self._calls.resume()
         with self.changed:
             self._resume = resume
             self._reached = False
@@ -291,7 +292,7 @@ class Rank:
         with self.changed:
             if message.version >= self.catalogue_version:
                 self.catalogue_version = message.version
-                self.layouts = dict(message.layouts)
+                self.layouts = {int(rank): data for rank, data in message.layouts.items()}
             self.changed.notify_all()
 
     def on_orphaned(self) -> None:
@@ -427,7 +428,7 @@ class Rank:
     def _go_back(self, step: int) -> None:
         """Take the kept state of ``step``, which was found sound a moment ago."""
         try:
-            self.on_rewind(step)
+            self._calls.rewind(step)
         except CheckpointInvalid:
             leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
         with self.changed:
@@ -545,7 +546,7 @@ class Rank:
                 )
             )
 
-    def await_catalogue(self, version: int, timeout_s: float) -> dict[str, bytes] | None:
+    def await_catalogue(self, version: int, timeout_s: float) -> dict[int, bytes] | None:
         """Layouts of all ranks at ``version`` or newer; None when they did not come in time, or a fence did."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:

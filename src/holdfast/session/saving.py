@@ -184,14 +184,11 @@ class Saver:
         if self._planned is not None and self._planned[0] == self._version:
             return self._planned[1:]
         if self._rank.client is None:
-            layouts = {self._adapter.rank: self._published}
+            layouts: dict[int, bytes] | None = {self._adapter.rank: self._published}
         else:
-            found = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
-            if found is None:
-                raise StateError(
-                    f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s"
-                )
-            layouts = {int(rank): data for rank, data in found.items()}
+            layouts = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
+        if layouts is None:
+            raise StateError(f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s")
         catalogue = Catalogue.from_encoded(layouts)
         made = plan(catalogue, frozenset(range(self._adapter.world_size)), self._copies)
         self._planned = (self._version, catalogue, made)

@@ -39,7 +39,7 @@ from holdfast.session.handover import take
 from holdfast.session.loop import Loops
 from holdfast.session.memory import AUTO, Tier
 from holdfast.session.pace import Pace
-from holdfast.session.rank import Rank
+from holdfast.session.rank import Calls, Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
@@ -148,17 +148,9 @@ class Session:
             pull = puller(RunDir(client.run_dir), about.node, self._adapter.rank) if about.several else None
             every = about.memory_every if settings.memory is None else settings.memory
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
-        self._saver: Saver | None = None
-        self._rank = Rank(
-            self._adapter,
-            client,
-            lambda settle: self._open_saver.on_settle(settle),
-            lambda: self._open_saver.resumed(),
-        )
+        self._rank = Rank(self._adapter, client)
         self._tier = Tier(self._rank, self._adapter, shared, every, self._values, self._locals, pull)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
-        self._rank.kept, self._rank.on_rewind = self._tier.steps, self._rewind
-        self._rank.connect()
         self._verifier = Verifier(self._rank, self._adapter, verify_every)
         self._saver = Saver(
             self._rank, self._adapter, self.root, run, settings.keep,
@@ -166,6 +158,7 @@ class Session:
             self._tier, copies=settings.copies,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
+        self._rank.connect(Calls(self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps))
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             return self
@@ -177,11 +170,6 @@ class Session:
             self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
         self._open()
         return self
-
-    @property
-    def _open_saver(self) -> Saver:
-        assert self._saver is not None
-        return self._saver
 
     def _join(self) -> tuple[Client | None, bool]:
         """The line to the control plane, and whether this session started it."""
@@ -255,7 +243,7 @@ class Session:
                 self._rank.await_kill()
         else:
             self._stand_at(take(self._adapter, client, order))
-        self._open_saver.inherit(order)
+        self._saver.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
     def _attach(self) -> None:
@@ -294,7 +282,7 @@ class Session:
         self._loops.stand_at(found.session, found.local)
 
     def _open(self) -> None:
-        rank, saver = self._rank, self._open_saver
+        rank, saver = self._rank, self._saver
         self._attach()
         self._watch = ExitWatch(
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
@@ -325,7 +313,7 @@ class Session:
         found = self._tier.load(step)
         self._loops.go_back(found.session, found.local)
         self._tier.start(step)
-        self._open_saver.rewound(step)
+        self._saver.rewound(step)
         self._pace.start(step)
 
     def _say(self, line: str) -> None:
@@ -461,7 +449,7 @@ class Session:
             exit=bool(self._rank.exit_source),
             save=self._pace.asked,
             due=self._pace.due(step + 1),
-            busy=self._open_saver.busy,
+            busy=self._saver.busy,
             nonfinite=nonfinite,
             keep=self._tier.due(step + 1),
         )
@@ -472,7 +460,7 @@ class Session:
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
-        self._open_saver.publish()
+        self._saver.publish()
         payload = self._loops.note()
         self._tier.committing(self.step + 1, tally.keep)
         return payload
@@ -485,7 +473,7 @@ class Session:
         if tally.exit:
             self._agree_exit()
         elif kind := self._pace.agreed(tally, rank.step):
-            self._open_saver.save(kind, wait=False)
+            self._saver.save(kind, wait=False)
 
     def _agree_exit(self) -> None:
         rank = self._rank
@@ -496,7 +484,7 @@ class Session:
             )
         self._exit_agreed = True
         try:
-            self._exit_sealed = self._open_saver.save("exit", wait=True)
+            self._exit_sealed = self._saver.save("exit", wait=True)
         except StoreWriteError:
             self._exit_sealed = False  # logged and reported; the exit code says it
         if rank.fenced:
@@ -533,7 +521,7 @@ class Session:
         finally:
             self._watch.stop()
             self._adapter.detach()
-            self._open_saver.close()
+            self._saver.close()
         if error is None and self._exit_agreed:
             if self._rank.orphaned:
                 raise SystemExit(int(Exit.ORPHANED))
@@ -550,11 +538,11 @@ class Session:
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
             rank.await_leave()
         elif state != "torn":
-            self._open_saver.rescue(state == "aborted")
+            self._saver.rescue(state == "aborted")
 
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there."""
-        rank, saver = self._rank, self._open_saver
+        rank, saver = self._rank, self._saver
         sealed = self._exit_sealed
         while True:
             if rank.joining:

@@ -137,6 +137,6 @@ class Verifier:
             return False
         self._version = version
         self._collected = None  # of the layouts before: whoever asked for these, the next vote collects anew
-        catalogue = Catalogue.from_encoded({int(r): data for r, data in layouts.items()})
+        catalogue = Catalogue.from_encoded(layouts)
         self._copies = Copies(catalogue, adapter.rank, adapter.compares, self._every)
         return True
