@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected
 from holdfast.core.ids import Generation
@@ -25,7 +24,7 @@ from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import RankLayout
 from holdfast.store.speakers import speakers
-from holdfast.store.values import decode_values, encode_values
+from holdfast.store.values import decode_mapping, encode_values
 
 log = logging.getLogger("holdfast")
 
@@ -108,6 +107,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
 
     Raises:
         CheckpointMismatch: this process has built another model than the one it replaces.
+        CheckpointInvalid: what a survivor gave are no values.
         PeerLost: a box has no holder left.
     """
     token = _token(client)
@@ -115,7 +115,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     catalogue = catalogue_of({int(rank): data for rank, data in order.layouts.items()})
     own = {meta.fqn for meta in RankLayout.from_json(order.layouts[str(adapter.rank)]).tensors}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
-    values: dict[str, Any] = _values(fetch(sources, [], token, tuple(asked)))
+    values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")
     restore = adapter.restore(catalogue, values)
     wanted = [
         Wanted(meta.fqn, meta.box, data, catalogue.holders(meta.fqn, meta.box))
@@ -130,7 +130,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
         )
     fetch(sources, wanted, token)
     restore.finish()
-    local = _values(order.local) if order.local else {}
+    local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     return Resumed(Path("peers"), order.step, values["session"], local)
 
 
@@ -140,13 +140,6 @@ def _reachable(client: Client) -> str:
         return LOOPBACK
     settings = RunSettings.load(client.run_dir)
     return settings.bind if settings.several and not settings.library else LOOPBACK
-
-
-def _values(data: bytes) -> dict[str, Any]:
-    values = decode_values(data, "values of a survivor")
-    if not isinstance(values, dict):
-        raise CheckpointMismatch("a survivor gave values that are none")
-    return values
 
 
 def _token(client: Client) -> bytes:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES
-from holdfast.store.memory import SLOTS, Slots, open_kept
-from holdfast.store.values import decode_values, encode_values
+from holdfast.store.memory import SLOTS, Kept, Slots, open_kept
+from holdfast.store.values import decode_mapping, encode_values
 
 log = logging.getLogger("holdfast")
 
@@ -189,7 +189,7 @@ class Tier:
         with self._open(step) as kept:
             if kept.world != self._adapter.world_size:
                 raise CheckpointInvalid(f"{kept.path.name} is of a job of {kept.world} ranks")
-            values: dict[str, Any] = _mapping(kept.values)
+            values = decode_mapping(kept.values, "values in memory")
             restore = self._adapter.restore(kept.catalogue(), values)
             for meta, data in restore.buffers():
                 if len(data):
@@ -197,9 +197,9 @@ class Tier:
                         np.frombuffer(data, np.uint8), np.frombuffer(kept.view(meta.fqn, meta.box), np.uint8)
                     )
             restore.finish()
-            return Resumed(kept.path, step, values["session"], _mapping(kept.local))
+            return Resumed(kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory"))
 
-    def _open(self, step: int) -> Any:
+    def _open(self, step: int) -> AbstractContextManager[Kept]:
         if self._directory is None:
             raise CheckpointInvalid("this process has no shared memory that outlives it")
         if self._pull is not None and step not in self.steps():
@@ -232,10 +232,3 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int) -> str:
         )
     steps = "at most the step that it died in" if every == 1 else f"at most {every} steps, done again"
     return f"{where}: kept in memory every {every} steps; a lost worker costs {steps}"
-
-
-def _mapping(data: bytes) -> dict[str, Any]:
-    values = decode_values(data, "values in memory")
-    if not isinstance(values, dict):
-        raise CheckpointInvalid("the values in memory are none")
-    return values

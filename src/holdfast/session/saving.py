@@ -29,7 +29,7 @@ from holdfast.runtime.client import Client
 from holdfast.session.handover import Giver
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
-from holdfast.session.rank import Rank
+from holdfast.session.rank import TEXT_LENGTH_MAX, Rank
 from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
@@ -292,9 +292,10 @@ class Saver:
     def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
-        if isinstance(result, Written):
-            self._pace.measured(durable_s=result.duration_s)
-        if isinstance(result, Written) and result.sealed and self.root is not None:
+        if not isinstance(result, Written):
+            return
+        self._pace.measured(durable_s=result.duration_s)
+        if result.sealed and self.root is not None:
             log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
             try:
                 Root(self.root).prune(self._keep)
@@ -302,8 +303,8 @@ class Saver:
                 log.warning("holdfast: old checkpoints stay: %s", error.message)
 
     def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
-        failed = isinstance(result, HoldfastError)
-        if isinstance(result, HoldfastError):
+        written = result if isinstance(result, Written) else None
+        if written is None:
             log.error("holdfast: step %d was not saved: %s", save_id.step, result)
         with self._noting:
             stall_s, delayed_steps = self._costs.pop(save_id, (0.0, 0))
@@ -315,12 +316,12 @@ class Saver:
                 member_id=client.member_id,
                 generation=self._rank.machine.fenced or self._rank.machine.generation,
                 save_id=save_id,
-                sealed=not failed and result.sealed,  # type: ignore[union-attr]
-                size_bytes=0 if failed else result.size_bytes,  # type: ignore[union-attr]
-                duration_s=0.0 if failed else result.duration_s,  # type: ignore[union-attr]
+                sealed=written is not None and written.sealed,
+                size_bytes=0 if written is None else written.size_bytes,
+                duration_s=0.0 if written is None else written.duration_s,
                 stall_s=stall_s,
                 delayed_steps=delayed_steps,
-                error=str(result)[:1000] if failed else "",
+                error="" if written is not None else str(result)[:TEXT_LENGTH_MAX],
             )
         )
 

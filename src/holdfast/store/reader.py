@@ -36,7 +36,7 @@ from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
 from holdfast.store.speakers import speakers
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
-from holdfast.store.values import decode_values
+from holdfast.store.values import decode_mapping
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
@@ -184,7 +184,7 @@ def load_values(path: Place | str | Opened) -> dict[str, object]:
     """
     index = _index(path)
     manifest = index.manifests[min(index.manifests)]
-    return _object(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
+    return decode_mapping(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
 
 
 def load_values_of_all(
@@ -200,7 +200,7 @@ def load_values_of_all(
     """
     index = _index(path)
     writers = sorted(index.manifests) if names is None else speakers(index.catalogue, names, index.manifests)
-    return [_object(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
+    return [decode_mapping(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
 
 
 def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
@@ -215,7 +215,7 @@ def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
     for writer in order:
         found = index.manifests[writer].locals.get(key)
         if found is not None:
-            return _object(bytes(found), f"{path}: locals of rank {rank}")
+            return decode_mapping(bytes(found), f"{path}: locals of rank {rank}")
     return {}
 
 
@@ -224,13 +224,6 @@ def _index(path: Place | str | Opened) -> Index:
         return path.index
     with open_attempt(path) as directory:
         return read_index(directory)
-
-
-def _object(data: bytes, where: str) -> dict[str, object]:
-    value = decode_values(data, where)
-    if not isinstance(value, dict):
-        raise CheckpointInvalid(f"{where}: not an object")
-    return value
 
 
 class Loader:

@@ -18,7 +18,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -55,6 +55,14 @@ def decode_values(data: bytes, where: str = "values") -> object:
         return json.loads(data, object_pairs_hook=_untagged)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: {error}") from error
+
+
+def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
+    """As :func:`decode_values`, of values by name. Raises: CheckpointInvalid: also when it is something else."""
+    value = decode_values(data, where)
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(f"{where}: not an object")
+    return value
 
 
 def _tagged(value: object, where: str, depth: int) -> object:

@@ -21,7 +21,7 @@ from holdfast.errors import HoldfastError, InternalError
 from holdfast.store.handover import MESSAGE_SIZE_BYTES_MAX, PoolReader, SaveJob, SaveOrder, SaveOutcome
 from holdfast.store.layout import Catalogue
 from holdfast.store.plan import Plan
-from holdfast.store.values import decode_values
+from holdfast.store.values import decode_mapping, decode_values
 from holdfast.store.writer import Written, write_share
 
 
@@ -30,11 +30,9 @@ def run_job(job: SaveJob, pool: PoolReader) -> Written:
 
     Raises:
         StateError, StoreWriteError: as :func:`write_share`.
+        CheckpointInvalid: the job's values are none.
     """
     plan = Plan(job.sources, job.copies, {job.rank: job.items()}, (), ())
-    values = decode_values(job.values)
-    if not isinstance(values, dict):
-        raise InternalError("the values of a save are no map")
     return write_share(
         job.root,
         job.save_id,
@@ -42,7 +40,7 @@ def run_job(job: SaveJob, pool: PoolReader) -> Written:
         plan,
         job.rank,
         pool.source(job),
-        values,
+        decode_mapping(job.values),
         {rank: decode_values(data, f"locals of rank {rank}") for rank, data in job.locals_.items()},
         threads=job.threads,
         direct=True,
