@@ -20,9 +20,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -46,31 +48,73 @@ class Position:
     batch: int = 0
 
 
-class Source(Protocol):
-    """Batches of one epoch, from any position."""
+class Source(ABC):
+    """Batches of one epoch, from any position; as long as nothing else is said, by the number drawn.
 
-    length: int | None  # batches per epoch of this rank, when it can be known
+    Args:
+        user: the user's loader.
+        seed: of the session.
+        rank: number of the copy of the model that the batches are for.
 
-    def identity(self) -> DataIdentity | None:
-        """What is known of the dataset."""
+    Attributes:
+        length: batches per epoch of this rank, when it can be known.
+    """
 
-    def words(self, position: Position) -> dict[str, int]:
-        """What a place says beside the position, for a job of another size."""
+    def __init__(self, user: Any, seed: int, rank: int) -> None:
+        self.length: int | None = _length(user)
+        self._user = user
+        self._seed = seed
+        self._rank = rank
+        self._iterator: Any = None
 
-    def find(self, place: Mapping[str, int]) -> int:
-        """The batch of the place's epoch that comes next here."""
-
+    @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without its first ``skip`` batches."""
 
+    def identity(self) -> DataIdentity | None:
+        """What is known of the dataset."""
+        return None
+
+    def words(self, position: Position) -> dict[str, int]:
+        """What a place says beside the position, for a job of another size."""
+        return {}
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """The batch of the place's epoch that comes next here."""
+        return place["batch"]
+
     def local_state(self) -> Plain:
         """What only this rank knows of its position, or None."""
+        return None
 
-    def restore_local(self, state: Plain) -> None:
-        """The next :meth:`open` goes on from this state."""
+    def restore_local(self, state: Plain) -> None:  # noqa: B027  # most have none
+        """The next :meth:`open` goes on from this state; nothing where the position is enough."""
 
     def close(self) -> None:
         """Stop loader workers."""
+        _shut(self._iterator)
+        self._iterator = None
+
+    def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
+        """The user's own order from batch ``first``, which comes next of it; those below ``skip`` are dropped.
+
+        What an iterable draws in this process must not depend on what the steps between drew; samplers draw their order
+        with the first item.
+        """
+        seed_all(order_seed(self._seed, epoch, self._rank))
+        self._iterator = iter(self._user)
+        for batch in count(first):
+            seed_all(
+                fetch_seed(self._seed, epoch, batch, self._rank)
+                if batch
+                else order_seed(self._seed, epoch, self._rank)
+            )
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return
+            if batch >= skip:
+                yield item
 
 
 class Feed:
@@ -203,23 +247,19 @@ def _shut(iterator: Any) -> None:
         stop()
 
 
-class MapSource:
+class MapSource(Source):
     """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start anywhere.
 
     Every setting of the user's loader is kept; its ``generator`` only names the order (it is seeded anew per epoch).
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int, rank: int) -> None:
-        self.length: int | None = _length(loader)
-        self._user = loader
-        self._seed = seed
-        self._rank = rank
+        super().__init__(loader, seed, rank)
         batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if batched else loader.sampler
         self._order = Order(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._loader = self._rebuild(loader, batched)
-        self._iterator: Any = None
         self._start: tuple[Position, int] | None = (
             None  # dealt anew from here, after so many samples of the job
         )
@@ -290,18 +330,6 @@ class MapSource:
         made: Iterator[Any] = self._iterator
         return made
 
-    def local_state(self) -> Plain:
-        """Nothing: the position says it all."""
-        return None
-
-    def restore_local(self, state: Plain) -> None:
-        """Saved by another kind of loader: the position is enough."""
-
-    def close(self) -> None:
-        """Stop loader workers."""
-        _shut(self._iterator)
-        self._iterator = None
-
 
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
     """What a loader worker runs first: it leaves when the process that forked it was killed meanwhile, then the user's.
@@ -339,36 +367,16 @@ class _PlacedSource(MapSource):
             yield batch if device is None else tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
 
 
-class _Counted:
-    """A source that only knows how many batches this rank has drawn."""
-
-    def identity(self) -> DataIdentity | None:
-        """Nothing: an iterable."""
-        return None
-
-    def words(self, position: Position) -> dict[str, int]:
-        """Nothing."""
-        return {}
-
-    def find(self, place: Mapping[str, int]) -> int:
-        """The same number."""
-        return place["batch"]
-
-
-class StatefulSource(_Counted):
+class StatefulSource(Source):
     """A loader that knows its own position (``state_dict``), per rank."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
-        self.length: int | None = _length(loader)
-        self._loader = loader
-        self._seed = seed
-        self._rank = rank
+        super().__init__(loader, seed, rank)
         self._restored = False
-        self._iterator: Any = None
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch``: from the restored state, else from its start (``skip`` batches are read again)."""
-        _set_epoch(epoch, self._loader, getattr(self._loader, "sampler", None))
+        _set_epoch(epoch, self._user, getattr(self._user, "sampler", None))
         _shut(self._iterator)
         first = skip if self._restored else 0
         self._restored = False
@@ -376,43 +384,29 @@ class StatefulSource(_Counted):
             log.warning(
                 "holdfast: no saved state of the data loader on this rank: reading %d batches again", skip
             )
-        return self._walk(epoch, first, skip)
-
-    def _walk(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
-        seed_all(order_seed(self._seed, epoch, self._rank))
-        self._iterator = iter(self._loader)
-        yield from _seeded_walk(self._iterator, self._seed, epoch, first, skip, self._rank)
+        return self._read(epoch, first, skip)
 
     def local_state(self) -> Plain:
         """The loader's ``state_dict`` as plain values."""
-        return split(self._loader.state_dict(), "loader", _inline)
+        return split(self._user.state_dict(), "loader", _inline)
 
     def restore_local(self, state: Plain) -> None:
         """Load the loader's ``state_dict``."""
-        self._loader.load_state_dict(join(state, _from_inline))
+        self._user.load_state_dict(join(state, _from_inline))
         self._restored = True
 
-    def close(self) -> None:
-        """Stop loader workers."""
-        _shut(self._iterator)
-        self._iterator = None
 
-
-class ReplaySource(_Counted):
+class ReplaySource(Source):
     """Any iterable: the position is reached by reading."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
-        self.length: int | None = _length(loader)
-        self._loader = loader
-        self._seed = seed
-        self._rank = rank
-        self._iterator: Any = None
+        super().__init__(loader, seed, rank)
         if isinstance(loader, DataLoader) and loader.generator is None:
             loader.generator = torch.Generator()
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch``; the first ``skip`` batches are read and dropped."""
-        loader = self._loader
+        loader = self._user
         _set_epoch(epoch, loader, getattr(loader, "dataset", None))
         if isinstance(loader, DataLoader) and isinstance(loader.generator, torch.Generator):
             loader.generator.manual_seed(order_seed(self._seed, epoch, self._rank))
@@ -421,43 +415,7 @@ class ReplaySource(_Counted):
                 "holdfast: %s has no position to go to: reading %d batches again", type(loader).__name__, skip
             )
         _shut(self._iterator)
-        return self._walk(epoch, skip)
-
-    def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
-        seed_all(order_seed(self._seed, epoch, self._rank))
-        self._iterator = iter(self._loader)
-        yield from _seeded_walk(self._iterator, self._seed, epoch, 0, skip, self._rank)
-
-    def local_state(self) -> Plain:
-        """Nothing."""
-        return None
-
-    def restore_local(self, state: Plain) -> None:
-        """Saved by another kind of loader: the position is enough."""
-
-    def close(self) -> None:
-        """Stop loader workers."""
-        _shut(self._iterator)
-        self._iterator = None
-
-
-def _seeded_walk(
-    iterator: Iterator[Any], seed: int, epoch: int, batch: int, skip: int, rank: int
-) -> Iterator[Any]:
-    """Items from number ``batch`` on, those below ``skip`` dropped.
-
-    What an iterable draws in this process must not depend on what the steps between drew; samplers draw their order
-    with the first item.
-    """
-    while True:
-        seed_all(fetch_seed(seed, epoch, batch, rank) if batch else order_seed(seed, epoch, rank))
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        if batch >= skip:
-            yield item
-        batch += 1
+        return self._read(epoch, 0, skip)
 
 
 def _inline(value: Any, path: str) -> Plain:
