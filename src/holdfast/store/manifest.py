@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 import xxhash
@@ -41,8 +41,6 @@ _ATTEMPT_NAME = re.compile(
     rf"step-(\d{{8,15}})\.({RUN_ID_PATTERN})\.g(\d{{1,10}})\.(\d{{1,10}})\.a(\d{{1,10}})"
 )
 _HEX16 = re.compile(r"[0-9a-f]{16}")
-
-T = TypeVar("T")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -177,26 +175,17 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
         CheckpointInvalid: names ``where`` and the broken rule.
     """
     body, digest = unwrap(data, where)
-    manifest = _decode(body, RankManifest, where)
+    manifest = _decode(body, where)
     _check_manifest(manifest, where)
     return manifest, digest
 
 
-def decode_seal(data: bytes, where: str) -> Seal:
-    """Seal from the bytes of its file.
-
-    Raises:
-        CheckpointInvalid: names ``where`` and the broken rule.
-    """
-    return _decode(unwrap(data, where)[0], Seal, where)
-
-
-def _decode(body: bytes, kind: type[T], where: str) -> T:
+def _decode(body: bytes, where: str) -> RankManifest:
     try:
         version = msgspec.json.decode(body, type=_Versioned).version
         if version != FORMAT_VERSION:
             _refuse(where, f"format version {version}; this reader knows {FORMAT_VERSION}")
-        decoded = msgspec.json.decode(body, type=kind)
+        decoded = msgspec.json.decode(body, type=RankManifest)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: {error}") from error
     if msgspec.json.encode(decoded) != body:
