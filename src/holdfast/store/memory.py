@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,6 @@ _MARKER_SIZE_BYTES = 8 * _WORDS
 _DATA_AT = 4096
 _DIGEST_MAX = 2**64 - 1  # takes the most room
 _ALIGNMENT = 64
-_NAME = re.compile(r"memory-(\d{5})-(\d)")
 
 
 class KeptBox(msgspec.Struct, frozen=True, array_like=True):
@@ -125,12 +123,9 @@ class Slots:
         Raises:
             StateError: shared memory is full.
         """
-        held = [marked_step(path) for path in self._paths]
-        number = held.index(step) if step in held else min(range(SLOTS), key=lambda n: _age(held[n]))
         boxes, end = _places(layout)
         draft = Description(step, self._rank, layout.world, boxes, values, local)
-        memory = self._memory(number, end + len(msgspec.msgpack.encode(draft)))
-        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
+        memory = self._emptied(end + len(msgspec.msgpack.encode(draft)), step)
         kept = _copy_all(source, boxes, memory)
         description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
         memory[end : end + len(description)] = description
@@ -142,10 +137,7 @@ class Slots:
         for path in self._paths:
             if (marked_step(path) or 0) > step:
                 drop(path)
-        held = [marked_step(path) for path in self._paths]
-        memory = self._memory(min(range(SLOTS), key=lambda n: _age(held[n])), size_bytes)
-        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
-        return memory
+        return self._emptied(size_bytes)
 
     def keep_only(self, step: int) -> None:
         """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
@@ -158,6 +150,14 @@ class Slots:
         self._maps = [None] * SLOTS
         for path in self._paths:
             path.unlink(missing_ok=True)
+
+    def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
+        """The slot that holds ``step`` already, or the older one; it holds nothing any more."""
+        held = [marked_step(path) for path in self._paths]
+        number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
+        memory = self._memory(number, size_bytes)
+        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
+        return memory
 
     def _memory(self, number: int, size_bytes: int) -> memoryview:
         known = self._maps[number]
@@ -211,13 +211,19 @@ def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int)
     Raises:
         CheckpointInvalid: there is none.
     """
+    path = _slot_with(directory, rank, step)
+    with path.open("rb") as file:
+        marker = file.read(_MARKER_SIZE_BYTES)
+        file.seek(start)
+        return path.stat().st_size, marker, file.read(size_bytes)
+
+
+def _slot_with(directory: Path, rank: int, step: int) -> Path:
+    """The slot with the state of ``step``. Raises: CheckpointInvalid: there is none."""
     for number in range(SLOTS):
         path = slot_path(directory, rank, number)
         if marked_step(path) == step:
-            with path.open("rb") as file:
-                marker = file.read(_MARKER_SIZE_BYTES)
-                file.seek(start)
-                return path.stat().st_size, marker, file.read(size_bytes)
+            return path
     raise CheckpointInvalid(f"no state of rank {rank} at step {step} is in memory")
 
 
@@ -231,12 +237,6 @@ def kept_steps(directory: Path, rank: int) -> tuple[int, ...]:
     return Slots(directory, rank).steps()
 
 
-def kept_ranks(directory: Path) -> tuple[int, ...]:
-    """Ranks of which ``directory`` has slots."""
-    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
-    return tuple(sorted({int(match[1]) for match in found if match}))
-
-
 @contextlib.contextmanager
 def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
     """The verified state of ``rank`` after ``step`` updates.
@@ -244,15 +244,11 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
     Raises:
         CheckpointInvalid: it is not there, or damaged; then it is dropped.
     """
-    for number in range(SLOTS):
-        path = slot_path(directory, rank, number)
-        if marked_step(path) == step:
-            with _Mapped(path) as data:
-                kept = _read(path, data)
-                kept.verify()
-                yield kept
-            return
-    raise CheckpointInvalid(f"no state of rank {rank} at step {step} is in memory")
+    path = _slot_with(directory, rank, step)
+    with _Mapped(path) as data:
+        kept = _read(path, data)
+        kept.verify()
+        yield kept
 
 
 def marked_step(path: Path) -> int | None:
@@ -319,10 +315,6 @@ def _is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
 
 def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
     return xxhash.xxh3_64_intdigest(words[:5].tobytes())
-
-
-def _age(step: int | None) -> int:
-    return -1 if step is None else step
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
