@@ -112,7 +112,7 @@ def test_what_is_held_is_not_removed() -> None:
     save(store.path, world_at(2), save_id(2))
     name = save_id(1).directory()
     with open_attempt(store.path / name) as reader:
-        assert reader.hold()
+        assert reader.hold() and reader.hold()
         assert Root(store.path).prune(1, grace_s=0).spared == {name: "is being read or written"}
     assert Root(store.path).prune(1, grace_s=0).removed == (name,)
     with pytest.raises(CheckpointInvalid, match="does not exist"):

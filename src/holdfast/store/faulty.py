@@ -73,8 +73,9 @@ class FaultyAttempt(Closes):
 
     def hold(self) -> bool:
         """As :meth:`Attempt.hold`."""
-        self._store.held[self._name] = self._store.held.get(self._name, 0) + 1
-        self._held = True
+        if not self._held:
+            self._store.held[self._name] = self._store.held.get(self._name, 0) + 1
+            self._held = True
         return self._name in self._store.files
 
     def names(self) -> list[str]:
