@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.naming import data_parallel
 from holdfast.errors import UnsupportedError
 
 
@@ -40,7 +41,7 @@ def heal(model: nn.Module) -> None:
     Raises:
         UnsupportedError: this torch keeps FSDP2's state in another way than the one known here.
     """
-    for ddp in _ddp_modules(model):
+    for ddp in data_parallel(model):
         if not fabric().looped:
             ddp.reducer._reset_state()
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -112,7 +113,7 @@ def rehearsals_needed(model: nn.Module) -> bool:
     decides the order of gloo's sums. A process that starts anew in a job that has trained already rehearses forward
     and backward in loopback until this is False, else its sums differ from those of the undisturbed run.
     """
-    return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in _ddp_modules(model))
+    return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in data_parallel(model))
 
 
 def rebuild_buckets(model: nn.Module) -> None:
@@ -120,13 +121,9 @@ def rebuild_buckets(model: nn.Module) -> None:
 
     That saves the second pass of a rehearsal. The reducer sends its bucket indices around: in loopback, to itself.
     """
-    for ddp in _ddp_modules(model):
+    for ddp in data_parallel(model):
         if not ddp._has_rebuilt_buckets and ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
-
-
-def _ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    return (module for module in model.modules() if isinstance(module, DistributedDataParallel))
 
 
 def _will_rebuild(ddp: DistributedDataParallel) -> bool:
