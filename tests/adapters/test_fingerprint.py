@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from holdfast.adapters.torch import fingerprint
 from holdfast.adapters.torch.fingerprint import Fingerprints, sums
 from holdfast.adapters.torch.state import Collected
+from holdfast.store.copies import Extent
 from holdfast.store.layout import Box
 
 pytestmark = pytest.mark.torch
@@ -28,8 +29,8 @@ def collected(direct: bool) -> Collected:
 def test_one_bit_anywhere_changes_the_digest_of_its_part_only(direct: bool) -> None:
     state = collected(direct)
     assert state.region("w", BOX).is_contiguous() == direct
-    whole = [("w", BOX, 0, 240)]
-    parts = [[("w", BOX, 0, 64)], [("w", BOX, 64, 131)], [("w", BOX, 131, 240)]]
+    whole = [Extent("w", BOX, 0, 240)]
+    parts = [[Extent("w", BOX, 0, 64)], [Extent("w", BOX, 64, 131)], [Extent("w", BOX, 131, 240)]]
     before = [Fingerprints(state).digest(part) for part in (whole, *parts)]
     assert len(set(before)) == 4
     state.tensors["w"].view(torch.int32)[2, 3] ^= 1  # bytes 92 to 95

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
+from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
 
 
@@ -193,8 +194,8 @@ class ComparesCopies(Protocol):
     def compares(self, fqn: str) -> bool:
         """False for a tensor that may lawfully differ between ranks that hold the same box."""
 
-    def digest(self, collected: Collected, parts: Sequence[tuple[str, Box, int, int]]) -> int:
-        """64-bit digest of parts of the state: (name, box, first byte, byte after the last), in this order."""
+    def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
+        """64-bit digest of parts of the state, in this order."""
 
 
 @runtime_checkable

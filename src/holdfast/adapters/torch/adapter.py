@@ -31,7 +31,8 @@ from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError, UnsupportedError, UsageError
 from holdfast.runtime.standin import exempt
-from holdfast.store.layout import Box, Catalogue
+from holdfast.store.copies import Extent
+from holdfast.store.layout import Catalogue
 
 log = logging.getLogger("holdfast")
 
@@ -218,7 +219,7 @@ class TorchAdapter:
         """Weights and optimizer state; buffers and the user's own state may differ between ranks."""
         return fqn in self.state.names.parameters or fqn.startswith("optimizer.")
 
-    def digest(self, collected: Collected, parts: Sequence[tuple[str, Box, int, int]]) -> int:
+    def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
         prints = self._prints  # two threads may ask, each about a collection of its own
         if prints is None or prints.state is not collected:

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from holdfast.adapters.torch.boxes import byte_view, is_direct
+from holdfast.store.copies import Extent
 from holdfast.store.layout import Box
 
 CHUNK_WORDS = 8 * 1024 * 1024
@@ -26,10 +27,6 @@ class Regions(Protocol):
         """The tensor of one box."""
 
 
-Part = tuple[str, Box, int, int]
-"""Name, box, first byte, byte after the last (C order)."""
-
-
 class Fingerprints:
     """Takes digests of one collected state; keeps the memory that it has looked up."""
 
@@ -37,7 +34,7 @@ class Fingerprints:
         self.state = state
         self._memory: dict[tuple[str, Box], memoryview | None] = {}
 
-    def digest(self, parts: Sequence[Part]) -> int:
+    def digest(self, parts: Sequence[Extent]) -> int:
         """xxh3-64 of these parts, in order; equal bytes give equal digests on every rank with the same devices."""
         total = xxhash.xxh3_64()
         far: list[torch.Tensor] = []
