@@ -5,32 +5,13 @@ from __future__ import annotations
 import errno
 import threading
 
-import numpy as np
 import pytest
 
 from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
 from holdfast.store.faulty import FaultyStore
 from holdfast.store.opening import open_attempt, open_store
-from holdfast.store.place import Place
-from holdfast.store.reader import load_into
 from holdfast.store.root import Root, resolve
-from tests.store.worlds import World, random_array, replicated, save, save_id
-
-
-def world_at(step: int) -> World:
-    """Two ranks; every element depends on the step."""
-    return replicated(2, {"a": random_array((30, 20), "float32", step), "b": np.full(3, step)})
-
-
-def check(root: Place, steps: set[int]) -> int:
-    """The newest valid state is exactly that of one of ``steps``; returns which."""
-    found = Root(root).newest_valid(deep=True).require()
-    assert found.step in steps
-    world = world_at(found.step)
-    state = world.state(0, empty=True)
-    load_into(found.path, state.targets())
-    world.check(state)
-    return found.step
+from tests.store.worlds import newest_of, save, save_id, world_at
 
 
 def with_one_save(seed: int = 0) -> FaultyStore:
@@ -57,9 +38,9 @@ def test_every_write_that_fails_is_a_typed_error_and_a_second_try_succeeds(code:
         store.fails = {store.writes + number: code}
         with pytest.raises(StoreWriteError, match="cannot write faulty://it"):
             save(store.path, world_at(2), save_id(2))
-        check(store.path, {1, 2})
+        newest_of(store.path, {1, 2})
         save(store.path, world_at(2), save_id(2))
-        assert check(store.path, {2}) == 2
+        assert newest_of(store.path, {2}) == 2
 
 
 def test_power_lost_at_every_write() -> None:
@@ -76,10 +57,10 @@ def test_power_lost_at_every_write() -> None:
                 pass
             store.fails = {}
             store.lose_power()
-            ends[check(store.path, {2} if sealed else {1, 2})] += 1
+            ends[newest_of(store.path, {2} if sealed else {1, 2})] += 1
             save(store.path, world_at(3), save_id(3))
             store.lose_power()
-            assert check(store.path, {3}) == 3
+            assert newest_of(store.path, {3}) == 3
     assert ends[1] and ends[2]
 
 
@@ -102,9 +83,9 @@ def test_a_slow_store_never_shows_half_a_save() -> None:
     writer.start()
     seen = []
     while writer.is_alive():
-        seen.append(check(store.path, {1, 2}))
+        seen.append(newest_of(store.path, {1, 2}))
     writer.join()
-    assert seen == sorted(seen) and check(store.path, {2}) == 2
+    assert seen == sorted(seen) and newest_of(store.path, {2}) == 2
 
 
 def test_what_is_held_is_not_removed() -> None:

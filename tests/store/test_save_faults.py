@@ -23,26 +23,10 @@ from holdfast.store.reader import load_into
 from holdfast.store.root import Root
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
-from tests.store.worlds import World, random_array, replicated, save, save_id
+from tests.store.worlds import newest_of, random_array, replicated, save, save_id, world_at
 
 REPOSITORY = Path(__file__).parents[2]
 CALLS = ("open", "mkdir", "pwrite", "fsync", "rename", "posix_fadvise")
-
-
-def world_at(step: int) -> World:
-    """Two ranks; every element depends on the step."""
-    return replicated(2, {"a": random_array((30, 20), "float32", step), "b": np.full(3, step)})
-
-
-def check(root: Path, steps: set[int]) -> int:
-    """The newest valid state is exactly that of one of ``steps``; returns which."""
-    found = Root(root).newest_valid(deep=True).require()
-    assert found.step in steps
-    world = world_at(found.step)
-    state = world.state(0, empty=True)
-    load_into(found.path, state.targets())
-    world.check(state)
-    return found.step
 
 
 class Failing:
@@ -81,10 +65,10 @@ def test_every_call_that_fails_is_a_typed_error_and_a_second_try_succeeds(
             harmless = call == "mkdir" and number % 2 == 1
             with nullcontext() if harmless else pytest.raises(StoreWriteError, match="cannot write"):
                 save(root, world_at(2), save_id(2))
-        check(root, {1, 2})
+        newest_of(root, {1, 2})
         assert not list(root.glob("*/.tmp*")), "half-written files are gone"
         assert save(root, world_at(2), save_id(2))[-1].sealed
-        assert check(root, {2}) == 2
+        assert newest_of(root, {2}) == 2
 
 
 class PowerLoss:
@@ -158,12 +142,12 @@ def test_power_lost_at_every_moment_leaves_one_exact_state(
     root = tmp_path / "root"
     save(root, world_at(1), save_id(1))
     found: list[int] = []
-    loss = PowerLoss(root, lambda after: found.append(check(after, {1, 2})))
+    loss = PowerLoss(root, lambda after: found.append(newest_of(after, {1, 2})))
     with monkeypatch.context() as patch:
         loss.watch(patch)
         assert save(root, world_at(2), save_id(2))[-1].sealed
     assert found[0] == 1 and set(found) == {1, 2} and loss.moments >= 20
-    durable = PowerLoss(root, lambda after: found.append(check(after, {2})))
+    durable = PowerLoss(root, lambda after: found.append(newest_of(after, {2})))
     durable._contents, durable._names = loss._contents, loss._names
     durable.strike()  # told to be sealed: it survives the loss of everything that was not synced
     assert found[-3:] == [2, 2, 2]
@@ -204,7 +188,7 @@ def test_a_writer_killed_at_any_step_is_replaced_and_the_save_sealed(
             saver.save(root, save_id(2), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
         assert marker.exists(), f"there is no call {number} of {call}"
         assert isinstance(results[0], Written) and results[0].sealed
-        assert check(root, {2}) == 2
+        assert newest_of(root, {2}) == 2
 
 
 RIVAL = """
@@ -271,4 +255,4 @@ def test_a_save_id_is_bound_to_its_content(tmp_path: Path) -> None:
     save(tmp_path, world_at(2), save_id(2))
     with pytest.raises(StoreWriteError, match="already written other content"):
         save(tmp_path, world_at(3), SaveId(save_id(2).run, save_id(2).generation, 2, 0, "periodic"))
-    assert check(tmp_path, {2}) == 2
+    assert newest_of(tmp_path, {2}) == 2

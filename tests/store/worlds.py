@@ -16,6 +16,8 @@ from holdfast.store.grid import Cuts
 from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta, cut_box, flat_range_boxes
 from holdfast.store.place import Place
 from holdfast.store.plan import plan
+from holdfast.store.reader import load_into
+from holdfast.store.root import Root
 from holdfast.store.writer import Written, write_share
 
 DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
@@ -188,6 +190,22 @@ def replicated(size: int, arrays: Mapping[str, Array]) -> World:
     return World(
         size, dict(arrays), [[(f, Box.whole(a.shape)) for f, a in arrays.items()] for _ in range(size)]
     )
+
+
+def world_at(step: int) -> World:
+    """Two ranks; every element depends on the step."""
+    return replicated(2, {"a": random_array((30, 20), "float32", step), "b": np.full(3, step)})
+
+
+def newest_of(root: Place, steps: set[int]) -> int:
+    """The newest valid state is exactly that of one of ``steps``; returns which."""
+    found = Root(root).newest_valid(deep=True).require()
+    assert found.step in steps
+    world = world_at(found.step)
+    state = world.state(0, empty=True)
+    load_into(found.path, state.targets())
+    world.check(state)
+    return found.step
 
 
 def save_id(step: int = 12, attempt: int = 0, run: str = "run", n: int = 1) -> SaveId:
