@@ -33,7 +33,7 @@ def costs(place: Path, pairs: int, steps: int, size: str) -> None:
         for name in list(RUNS)[:: 1 if number % 2 == 0 else -1]:
             here = place / f"{name.replace(' ', '-')}-{number}"
             here.mkdir()
-            command = ["-m", "holdfast.cli.main", "run", "--nproc-per-node", str(NPROC), "--memory-every", RUNS[name],
+            command = ["-m", "holdfast", "run", "--nproc-per-node", str(NPROC), "--memory-every", RUNS[name],
                        "-m", "holdfast.drill.train", "--layout", "fsdp"]  # fmt: skip
             found[name].append(step_ms(command, here, steps, size))
             print(f"pair {number}: {name} {found[name][-1]:.1f} ms", file=sys.stderr)

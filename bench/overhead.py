@@ -58,7 +58,7 @@ def main() -> None:
     plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC),
              str(Path(__file__).with_name("plain.py").resolve())]  # fmt: skip
     run, train = (
-        ["-m", "holdfast.cli.main", "run", "--nproc-per-node", str(NPROC)],
+        ["-m", "holdfast", "run", "--nproc-per-node", str(NPROC)],
         ["-m", "holdfast.drill.train"],
     )
     commands = {"plain": plain, "again": plain, "holdfast": [*run, *train]}

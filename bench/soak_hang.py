@@ -131,7 +131,7 @@ def main() -> int:
     name = time.strftime("soak-hang-%Y%m%d-%H%M%S")
     scratch = (given.run_dir / f"{name}.scratch").absolute()
     scratch.mkdir(parents=True)
-    command = [sys.executable, "-m", "holdfast.cli.main", "run", "--run-dir", str(given.run_dir), "--run-id", name,
+    command = [sys.executable, "-m", "holdfast", "run", "--run-dir", str(given.run_dir), "--run-id", name,
                "--tee", "3", "--nproc-per-node", str(given.nproc), __file__, "--minutes", str(given.minutes),
                "--step-s", str(given.step_s),
                "--scratch", str(scratch)]  # fmt: skip

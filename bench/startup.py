@@ -14,8 +14,8 @@ import time
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import holdfast": ["-c", "import holdfast"],
-    "holdfast --help": ["-m", "holdfast.cli.main", "--help"],
-    "holdfast run --help": ["-m", "holdfast.cli.main", "run", "--help"],
+    "holdfast --help": ["-m", "holdfast", "--help"],
+    "holdfast run --help": ["-m", "holdfast", "run", "--help"],
     "import torch": ["-c", "import torch"],
 }
 

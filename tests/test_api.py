@@ -109,3 +109,14 @@ def test_help_is_fast() -> None:
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
     )
     assert best_s(code) < HELP_S_MAX
+
+
+def test_the_command_is_a_module_as_well() -> None:
+    texts = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for command in (
+            [str(Path(sys.executable).parent / "holdfast"), "--help"],
+            [sys.executable, "-m", "holdfast", "--help"],
+        )
+    ]
+    assert texts[0] == texts[1] and "drill" in texts[0]

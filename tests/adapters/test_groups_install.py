@@ -228,3 +228,39 @@ def test_local_outputs_are_sane_whatever_their_layout() -> None:
     part = torch.empty(2)
     local.chunk(part, torch.arange(6.0), 2, 3)
     assert part.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("destroyed", [True, False])
+def test_no_thread_of_gloo_outlives_the_script(destroyed: bool) -> None:
+    """One that frees a tensor while the interpreter ends aborts the process: "terminate called without ..."."""
+    code = f"""
+import pathlib
+import torch, torch.distributed as dist
+import holdfast.torch as ht
+ht.install()
+
+def threads():
+    found = [p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
+    return [name for name in found if "gloo" in name]
+
+class Last:
+    def __init__(self):
+        self.look = threads
+    def __del__(self):  # module contents go when the interpreter ends: after the script and what atexit runs
+        print(self.look(), flush=True)
+
+last = Last()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.new_group()
+dist.all_reduce(torch.ones(1))
+ht.fabric().vote_group()
+assert any("runloop" in name for name in threads()), threads()
+if {destroyed}:
+    dist.destroy_process_group()
+    print(threads(), flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]"] * (2 if destroyed else 1)

@@ -97,7 +97,3 @@ def answer(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``holdfast`` script."""
     sys.exit(answer(argv))
-
-
-if __name__ == "__main__":
-    main()

@@ -111,7 +111,7 @@ class Chaos:
         command = [*self._exercise.command, "--result", str(self.results)]
         with (self.base / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.cli.main", "run", *words, *command],
+                [sys.executable, "-m", "holdfast", "run", *words, *command],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, ROOT_VARIABLE: str(self.base / "checkpoints")},
             )  # fmt: skip

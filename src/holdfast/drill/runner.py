@@ -113,7 +113,7 @@ class Runner:
         restarts = 16 + 2 * faults if faults else 0
         flags = {"run-dir": self.base, "run-id": name, "nproc-per-node": self.nproc, "max-restarts": restarts}
         given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-        return [sys.executable, "-m", "holdfast.cli.main", "run", *given]
+        return [sys.executable, "-m", "holdfast", "run", *given]
 
     def _wait_made(self, directory: Path, launcher: subprocess.Popen[bytes]) -> None:
         while not (directory / SETTINGS_FILE).exists():

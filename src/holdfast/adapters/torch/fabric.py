@@ -57,7 +57,7 @@ class Inner(Protocol):
         """False while a severing step (an NCCL abort) is still running."""
 
     def close(self) -> None:
-        """Orderly end of a healthy group."""
+        """Orderly end of a healthy group, complete when the caller lets go of it."""
 
 
 class Handle(Protocol):
@@ -84,6 +84,9 @@ class Handle(Protocol):
 
     def open_board(self, generation: Generation) -> Board | None:
         """The board of these ranks; None when they are not all on one node. Raises: StateError."""
+
+    def leave(self) -> None:
+        """The process ends: no thread of this group may be left that touches Python objects."""
 
 
 class Pending(Protocol):
@@ -303,6 +306,19 @@ class Fabric:
         if vote is not None:
             vote.close()
         self._leave_board()
+
+    def leave(self) -> None:
+        """The script has ended: let the threads of healthy groups end before Python does.
+
+        A thread of gloo drops its collective after the waiter has gone on; when it then frees a tensor's Python object
+        and the interpreter is already ending, the whole process is aborted (signal 6, seen once in some hundred runs).
+        A collective under way that nobody waits for may never end: then everything stays as it is.
+        """
+        with self._lock:
+            busy = self.poisoned or not all(work.settled() for work in self._pending.values())
+        if not busy:
+            for group in reversed(self.groups()):
+                group.leave()
 
     def _inners(self) -> list[Inner]:
         built = [g.inner for g in self._groups]

@@ -8,6 +8,7 @@ other backends are left alone. ``dist.get_backend()`` still says what the user a
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import inspect
@@ -87,6 +88,7 @@ def install() -> None:
             f"torch {torch.__version__} makes process groups in a way that Holdfast does not know",
             hint="use torch 2.13, or run without live recovery: do not call holdfast.adapters.torch.groups.install()",
         )
+    atexit.register(fabric().leave)
     install_rendezvous()
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     setattr(c10d, _HELPER, _wrap_helper(helper))

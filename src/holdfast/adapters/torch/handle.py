@@ -191,7 +191,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def _live(self) -> dist.ProcessGroup:
         if self.inner is None:
             raise GroupError(
-                f"process group {self.spec.name} has no connections: reconfigure() did not finish"
+                f"process group {self.spec.name} has no connections: it was destroyed, or not rebuilt yet"
             )
         return self.inner.group
 
@@ -505,8 +505,14 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._fabric.drop(self)
-        if self.inner is not None:
-            self.inner.close()
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.close()
+
+    def leave(self) -> None:
+        """The process ends: join gloo's threads. NCCL's own end could wait for peers: its groups stay as they are."""
+        if all(backend == GLOO for _, backend in self.spec.backends):
+            self.shutdown()
 
 
 _OLD_NAMES = {

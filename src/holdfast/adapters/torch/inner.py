@@ -86,7 +86,7 @@ class BuiltGroup:
         return all(abort.done for abort in self._aborts or ())
 
     def close(self) -> None:
-        """Orderly end."""
+        """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
         if self._aborts is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
