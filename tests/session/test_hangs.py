@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast import journal
+from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch]
 
 JOB = str(Path(__file__).with_name("hang_job.py"))
 FLOOR_S = 0.7
-BOUND_S = 100.0
 
 
 @pytest.mark.processes
 def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path) -> None:
-    command = [
-        str(Path(sys.executable).parent / "holdfast"),
-        "run",
-        "--nproc-per-node",
-        "3",
-        "--run-id",
-        "it",
-    ]
-    command += ["--hang-floor", str(FLOOR_S), JOB, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BOUND_S
-    )
+    done = run_job(tmp_path, 3, "--run-id", "it", "--hang-floor", str(FLOOR_S), JOB, str(tmp_path))
     assert done.returncode == 0, done.stdout
     events = journal.read(tmp_path / "runs/it/events.jsonl").events
     detected = [e.data for e in events if e.kind == "detected" and e.data["kind"] != "exception"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,10 @@ from holdfast.drill.model import SIZES, Gpt, Stage
 from holdfast.errors import CheckpointMismatch
 from holdfast.session.resume import load_state
 from holdfast.store.root import Root
+from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 STEPS = 6
 SAME = ("parameters", "optimizer", "buffers", "scheduler")
 
@@ -29,25 +26,7 @@ def train(where: Path, nproc: int, root: Path) -> tuple[list[dict[str, Any]], st
     """What each rank holds after step 6, and the output."""
     where.mkdir()
     script = ["-m", "holdfast.drill.train", "--layout", "pp", "--steps", str(STEPS)]
-    done = subprocess.run(
-        [
-            HOLDFAST,
-            "run",
-            "--nproc-per-node",
-            str(nproc),
-            *script,
-            "--checkpoint",
-            str(root),
-            "--result",
-            "out",
-        ],
-        cwd=where,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    done = run_job(where, nproc, *script, "--checkpoint", str(root), "--result", "out")
     assert done.returncode == 0, done.stdout
     return [json.loads(path.read_text()) for path in sorted(where.glob("out/*.json"))], done.stdout
 

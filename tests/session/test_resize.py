@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.exits import Exit
+from tests.session.launch import run_job
 from tests.session.resize_job import SAMPLES
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("resize_job.py"))
-HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 
 
 def train(where: Path, nproc: int, *arguments: str) -> tuple[int, str]:
     """Exit code and output; who was seen stands in a file."""
-    done = subprocess.run(
-        [HOLDFAST, "run", "--nproc-per-node", str(nproc), JOB, "--checkpoint", str(where / "ckpts"),
-         "--seen", str(where / "seen"), *arguments],
-        cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
+    places = ["--checkpoint", str(where / "ckpts"), "--seen", str(where / "seen")]
+    done = run_job(where, nproc, JOB, *places, *arguments)
     return done.returncode, done.stdout
 
 

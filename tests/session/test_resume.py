@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.exits import Exit
 from holdfast.store.root import Root
+from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("resume_job.py"))
-HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 
 
 def run(where: Path, *arguments: str) -> tuple[int, str]:
     """Exit code of two ranks, and what they logged."""
-    done = subprocess.run(
-        [HOLDFAST, "run", "--nproc-per-node", "2", JOB, "--checkpoint", str(where / "ckpts"), *arguments],
-        cwd=where,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        timeout=90,
-    )
+    done = run_job(where, 2, JOB, "--checkpoint", str(where / "ckpts"), *arguments)
     newest = max((where / "runs").iterdir(), key=lambda p: p.stat().st_mtime_ns)
     return done.returncode, "".join(log.read_text() for log in sorted(newest.glob("attempt-*/rank-*.log")))
 

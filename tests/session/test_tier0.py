@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -18,16 +17,7 @@ RANKS = 3
 
 
 def test_a_plain_script_restarts_and_no_survivor_crashes(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "holdfast"), "run", "--nproc_per_node", str(RANKS), SCRIPT]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    done = run_job(tmp_path, RANKS, SCRIPT)
     (run,) = (tmp_path / "runs").iterdir()
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     signals = [e["data"]["signal"] for e in events if e["kind"] == "member_exited"]
@@ -39,23 +29,7 @@ def test_a_plain_script_restarts_and_no_survivor_crashes(tmp_path: Path) -> None
 
 
 def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> None:
-    command = [
-        str(Path(sys.executable).parent / "holdfast"),
-        "run",
-        "--nproc-per-node",
-        str(RANKS),
-        "--run-id",
-        "it",
-    ]
-    done = subprocess.run(
-        [*command, "--hang-floor", "0.3", HANGS],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    done = run_job(tmp_path, RANKS, "--run-id", "it", "--hang-floor", "0.3", HANGS)
     run = tmp_path / "runs" / "it"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     hangs = [e["data"] for e in events if e["kind"] == "hang"]

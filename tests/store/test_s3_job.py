@@ -9,7 +9,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from holdfast.cli.main import cli
 from holdfast.store.bucket import Bucket
 from holdfast.store.place import Url
 from holdfast.store.root import Root
+from tests.cli.command import HOLDFAST
 from tests.store.s3server import ACCESS, SECRET, Proxy, long
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = str(REPOSITORY / "tests" / "session" / "job.py")
-HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 BOUND_S = 100.0
 STEPS = 40
 
