@@ -32,7 +32,7 @@ def writes_of_a_save() -> int:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_every_write_that_fails_is_a_typed_error_and_a_second_try_succeeds(code: int) -> None:
     count = writes_of_a_save()
-    assert count > 20
+    assert count > 15
     for number in range(1, count + 1):
         store = with_one_save()
         store.fails = {store.writes + number: code}

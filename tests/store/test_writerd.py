@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from holdfast.core.ids import SaveId
-from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
 from holdfast.store.background import WRITERS_MAX, BackgroundSaver
 from holdfast.store.handover import Pool, PoolReader, SaveOrder, SaveOutcome
+from holdfast.store.layout import Box
 from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
 from holdfast.store.root import Root
@@ -79,6 +80,80 @@ def test_a_killed_worker_s_save_is_finished_and_the_writer_leaves(tmp_path: Path
     state = world.state(0, empty=True)
     load_into(found.path, state.targets())
     world.check(state)
+
+
+HALF = """
+import os, signal, sys, time
+from pathlib import Path
+from holdfast.store import background
+from holdfast.store.plan import plan
+from tests.store.worlds import random_array, replicated, save_id
+
+class Dying:
+    # gives three tensors of four, waits until the disk has the first block, and is killed
+
+    def __init__(self, state, root):
+        self.state, self.root, self.given = state, root, 0
+
+    def view(self, fqn, box):
+        self.given += 1
+        if self.given == 4:
+            shards = []
+            until_s = time.monotonic() + 60
+            while time.monotonic() < until_s and not (shards and shards[0].stat().st_size >= 16_000_000):
+                shards = list(self.root.glob("*/.tmp-*shard*"))
+                time.sleep(0.001)
+            print(saver.writer_pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.state.view(fqn, box)
+
+background.ARRIVED_SIZE_BYTES_MIN = 1
+root = Path(sys.argv[1])
+world = replicated(1, {f"w{i}": random_array((2000, 1000), "float32", i) for i in range(4)})
+catalogue = world.catalogue()
+saver = background.BackgroundSaver(lambda _id, _result: None).__enter__()
+saver.save(root, save_id(2), catalogue, plan(catalogue, frozenset({0})), 0, Dying(world.state(0), root), {}, {0: {}})
+"""
+
+
+def test_a_worker_killed_while_it_copies_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    save_whole(tmp_path, large(), save_id(1))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", HALF, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    with worker.stdout:
+        writer_pid = int(worker.stdout.readline())
+    assert worker.wait(60) == -signal.SIGKILL
+    until("the writer is gone", lambda: not exists(writer_pid))
+    assert not list((tmp_path / save_id(2).directory()).iterdir()), "what was written is gone"
+    assert Root(tmp_path).newest_valid(deep=True).require().step == 1
+
+
+def test_a_copy_that_fails_takes_the_order_back(tmp_path: Path) -> None:
+    world = large()
+    catalogue, state = world.catalogue(), world.state(0)
+    shares = plan(catalogue, frozenset({0}))
+
+    class Failing:
+        given = 0
+
+        def view(self, fqn: str, box: Box) -> memoryview:
+            self.given += 1
+            return state.view(fqn, box)[: None if self.given < 3 else 5]
+
+    results: dict[SaveId, Written | HoldfastError] = {}
+    with BackgroundSaver(results.__setitem__) as saver:
+        for step in (1, 3):
+            with pytest.raises(StateError, match="5 bytes offered"):
+                saver.save(tmp_path, save_id(step), catalogue, shares, 0, Failing(), {}, {})
+            assert not saver.busy
+            saver.save(tmp_path, save_id(step + 1), catalogue, shares, 0, state, {}, {})
+            assert saver.wait(60)
+    assert set(results) == {save_id(2), save_id(4)}, "nobody hears of what was taken back"
+    for step in (1, 3):
+        assert not inspect(tmp_path / save_id(step).directory()).valid
+        assert inspect(tmp_path / save_id(step + 1).directory(), deep=True).sealed
 
 
 def kill_writers(saver: BackgroundSaver, count: int, done: threading.Event) -> int:
@@ -195,12 +270,12 @@ def test_orders_outside_the_pool_and_nonsense_in_it_are_refused() -> None:
     memory = pool.memory(4096)
     reader = PoolReader(pool.fd)
     with pytest.raises(InternalError, match="not a save job"):
-        reader.job(SaveOrder(1, 0, 10, 4096))
+        reader.job(SaveOrder(1, 0, 10, 4096, 0))
     for start, size_bytes in ((4000, 200), (-1, 5), (0, -1)):
         with pytest.raises(InternalError, match="outside a pool"):
-            reader.job(SaveOrder(1, start, size_bytes, 4096))
+            reader.job(SaveOrder(1, start, size_bytes, 4096, 0))
     with pytest.raises(InternalError, match="larger than its memory"):
-        reader.job(SaveOrder(1, 0, 10, 1 << 40))
+        reader.job(SaveOrder(1, 0, 10, 1 << 40, 0))
     memory.release()
     pool.close()
 

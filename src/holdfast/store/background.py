@@ -1,10 +1,11 @@
 """Saving beside the training: copy the share into shared memory, release the step, let another process write it.
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is
-reused, since a copy into fresh pages costs several times as much. The writer is a process in a session of its own:
-when this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the
-same job again from the same memory. One save is in flight at a time: when the disk is slower than the save interval,
-the next save is put off (``busy``), the training step never is.
+reused, since a copy into fresh pages costs several times as much. The writer has its order before the copy, so that
+the disk works meanwhile; what it wrote counts only when all was copied. It is a process in a session of its own: when
+this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the same job
+again from the same memory. One save is in flight at a time: when the disk is slower than the save interval, the next
+save is put off (``busy``), the training step never is.
 
 Invariants:
 1. What is written is the state at the call: tensors are copied and values encoded before ``save`` returns.
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, Self, runtime_checkable
@@ -34,12 +35,14 @@ from holdfast.errors import HoldfastError, InternalError, StoreWriteError
 from holdfast.store.base import Closes
 from holdfast.store.handover import (
     MESSAGE_SIZE_BYTES_MAX,
+    Arrived,
     Pin,
     Pool,
     SaveJob,
     SaveOrder,
     SaveOutcome,
     StagedPart,
+    Withdrawn,
 )
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.place import Place
@@ -49,6 +52,9 @@ from holdfast.store.writer import TensorSource, Written, files_of, part_bytes
 
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
+ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
+ARRIVED_MAX = 32
+"""Messages per save: they must fit in the line, whatever the writer does meanwhile."""
 _ALIGNMENT = 4096
 
 Done = Callable[[SaveId, Written | HoldfastError], None]
@@ -97,10 +103,10 @@ class WriterProcess:
         for fd in (self._line.fileno(), self._end):
             self._poller.register(fd, select.POLLIN)
 
-    def tell(self, order: SaveOrder) -> None:
-        """Give an order; never blocks. Whether it is alive shows in :meth:`answer`."""
+    def tell(self, message: SaveOrder | Arrived | Withdrawn) -> None:
+        """Never blocks. Whether the writer is alive shows in :meth:`answer`."""
         try:
-            self._line.send(msgspec.msgpack.encode(order), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -239,27 +245,21 @@ class BackgroundSaver(Closes):
     ) -> None:
         description = msgspec.msgpack.encode(job)
         memory = self._pool.memory(size_bytes + len(description))
-        device = source if isinstance(source, DeviceSource) else None
-        for item, part in zip(items, job.parts, strict=True):
-            if not part.size_bytes:
-                continue
-            item_size_bytes = part.size_bytes // part.part.numel
-            goal = memory[part.start : part.start + part.size_bytes]
-            if device is not None:
-                device.copy_to(item.fqn, item.box, *item.byte_range(item_size_bytes), goal)
-            else:
-                data = part_bytes(item, source, item_size_bytes)
-                # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
-                np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
-        if device is not None:
-            device.finish_copies()
         memory[size_bytes : size_bytes + len(description)] = description
         self._orders += 1
-        order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes)
+        order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes, 0)
         if self._writer is None:
             self._writer = WriterProcess(self._pool.fd)
         self._writer.tell(order)
-        self._jobs.put((save_id, self._writer, order))
+        try:
+            for arrived in _stage(memory, zip(items, job.parts, strict=True), source, size_bytes):
+                self._writer.tell(Arrived(order.number, arrived))
+        except BaseException:
+            self._writer.tell(Withdrawn(order.number))
+            raise
+        # A writer that takes the place of this one finds everything there.
+        again = msgspec.structs.replace(order, arrived_size_bytes=size_bytes)
+        self._jobs.put((save_id, self._writer, again))
 
     # ------------------------------------------------------------ watching thread
 
@@ -286,6 +286,33 @@ class BackgroundSaver(Closes):
             f"the checkpoint is not written: {len(how)} writer processes ended one after the other ({', '.join(how)})",
             hint="see the log of this rank; was the machine out of memory?",
         )
+
+
+def _stage(
+    memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
+) -> Iterator[int]:
+    """Copy the parts to their places; yields now and then, and at the end, how many bytes are there."""
+    step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
+    said = 0
+    device = source if isinstance(source, DeviceSource) else None
+    for item, part in parts:
+        if not part.size_bytes:
+            continue
+        item_size_bytes = part.size_bytes // part.part.numel
+        end = part.start + part.size_bytes
+        goal = memory[part.start : end]
+        if device is not None:
+            device.copy_to(item.fqn, item.box, *item.byte_range(item_size_bytes), goal)
+            continue
+        data = part_bytes(item, source, item_size_bytes)
+        # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
+        np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
+        if end - said >= step and end < size_bytes:
+            yield end
+            said = end
+    if device is not None:
+        device.finish_copies()
+    yield size_bytes
 
 
 def _places(

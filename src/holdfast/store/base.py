@@ -5,8 +5,8 @@ or not at all, and stays as it is. Nothing else is common to a file system and a
 no lock and no append here, only what saving, judging, loading and pruning need.
 
 Invariants every store keeps:
-1. After :meth:`Attempt.write`, :meth:`Attempt.create` and :meth:`Attempt.sync` returned, what they cover survives a
-   loss of power.
+1. After :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) and :meth:`Attempt.sync` returned, what they
+   cover survives a loss of power.
 2. What is missing or damaged raises :class:`CheckpointInvalid`, what cannot be written :class:`StoreWriteError`,
    both with the place. A store that cannot be asked raises :class:`StoreUnreachable`.
 """
@@ -109,13 +109,17 @@ class Attempt(Closes, Protocol):
     def write(self, name: str, data: bytes, owner: str) -> None:
         """Make a file appear whole and durable, also in place of another. Raises: StoreWriteError."""
 
-    def create(self, name: str, data: bytes, owner: str) -> bool:
-        """As :meth:`write`, but never in place of another: False when there is one."""
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
+        """As :meth:`write`, but never in place of another: False when there is one.
+
+        Args:
+            later: it need not appear before :meth:`publish` returned.
+        """
 
     def new_file(
         self, name: str, owner: str, *, size_bytes: int, direct: bool = False
     ) -> AbstractContextManager[Put]:
-        """A file that is put piece by piece; it appears when the block ends without an error.
+        """A file that is put piece by piece. When the block ends without an error it appears, or in :meth:`publish`.
 
         Args:
             size_bytes: what will be put in all.
@@ -125,8 +129,12 @@ class Attempt(Closes, Protocol):
             StoreWriteError: it cannot be written; nothing visible has changed.
         """
 
+    def publish(self) -> None:
+        """Have new files appear, in the order in which they were made: one that a loss of power leaves behind does
+        not promise the others, but has its own content. Raises: StoreWriteError."""
+
     def sync(self) -> None:
-        """Make all files that appeared durable. Raises: StoreWriteError."""
+        """Publish what is new, and make all files durable. Raises: StoreWriteError."""
 
 
 class Store(Protocol):
@@ -143,7 +151,7 @@ class Store(Protocol):
         """Raises: CheckpointInvalid: it does not exist."""
 
     def create(self, name: str) -> Attempt:
-        """Open an attempt, made (durably) where it is missing. Raises: StoreWriteError."""
+        """Open an attempt, made where it is missing; its first sync makes that durable. Raises: StoreWriteError."""
 
     def age_s(self, name: str) -> float:
         """Seconds since anything was added to an attempt; infinite when it is gone."""

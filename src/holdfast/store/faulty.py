@@ -103,11 +103,14 @@ class FaultyAttempt(Closes):
             put(0, memoryview(data))
         self.sync()
 
-    def create(self, name: str, data: bytes, owner: str) -> bool:
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
         """As :meth:`Attempt.create`."""
         if self.exists(name):
             return False
-        self.write(name, data, owner)
+        with self.new_file(name, owner, size_bytes=len(data)) as put:
+            put(0, memoryview(data))
+        if not later:
+            self.sync()
         return True
 
     @contextlib.contextmanager
@@ -123,6 +126,9 @@ class FaultyAttempt(Closes):
         yield put
         self._store.spend(path)
         self._files()[name] = bytes(content)
+
+    def publish(self) -> None:
+        """New files appear at once."""
 
     def sync(self) -> None:
         """As :meth:`Attempt.sync`."""

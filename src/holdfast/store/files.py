@@ -1,8 +1,9 @@
 """Directories of a checkpoint: durable writes, and reads that never leave the directory.
 
 Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the
-directory. All access goes through the descriptor of the opened directory and names without a slash, and no
-symbolic link is followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+directory. Files that are published together share these waits for the disk: all contents first, then all renames in
+order, then the directory. All access goes through the descriptor of the opened directory and names without a slash,
+and no symbolic link is followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
@@ -21,7 +22,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 from holdfast.store.base import Closes
@@ -66,12 +67,22 @@ def reading(path: Place | str) -> Iterator[None]:
         raise CheckpointInvalid(f"cannot read {path}: {error.strerror or error}") from error
 
 
+class _New(NamedTuple):
+    """A file that was written and has not appeared yet."""
+
+    hidden: str
+    name: str
+    fd: int
+
+
 class Directory(Closes):
     """An opened directory (a context manager). Names are plain file names inside it."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
+        self._new: list[_New] = []
+        self._settled = True  # its own name is in its parent, as far as this object is concerned
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -85,7 +96,7 @@ class Directory(Closes):
 
     @classmethod
     def make(cls, root: Path | str, name: str) -> Self:
-        """Open ``root/name``, made (durably) where it is missing, together with ``root``.
+        """Open ``root/name``, made where it is missing, together with ``root``; :meth:`sync` makes that durable.
 
         Raises:
             StoreWriteError: it cannot be made.
@@ -95,13 +106,15 @@ class Directory(Closes):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(root / name, 0o700)
-            sync_directory(root)  # whoever made it: it may have died before its own
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            return cls(root / name, os.open(root / name, flags))
+            made = cls(root / name, os.open(root / name, flags))
+        made._settled = False  # whoever made it: it may have died before it was synced
+        return made
 
     def close(self) -> None:
-        """Close the descriptor; twice is harmless."""
+        """Close the descriptor, and drop what was not published; twice is harmless."""
         if self.fd >= 0:
+            self._drop(self._new)
             os.close(self.fd)
             self.fd = -1
 
@@ -179,8 +192,11 @@ class Directory(Closes):
         self.sync()
 
     @contextlib.contextmanager
-    def temporary(self, name: str, owner: str) -> Iterator[int]:
+    def temporary(self, name: str, owner: str, *, later: bool = False) -> Iterator[int]:
         """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
+
+        Args:
+            later: only in :meth:`publish`, together with others.
 
         Raises:
             StoreWriteError: it cannot be written; then the temporary file is gone.
@@ -188,27 +204,55 @@ class Directory(Closes):
         hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(self.path / name):
-            fd = os.open(hidden, flags, 0o600, dir_fd=self.fd)
+            new = _New(hidden, name, os.open(hidden, flags, 0o600, dir_fd=self.fd))
         try:
-            yield fd
-            with writing(self.path / name):
-                os.fsync(fd)
-                os.rename(hidden, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            yield new.fd
         except BaseException:
-            with contextlib.suppress(OSError):  # the error that is on its way matters more
-                os.unlink(hidden, dir_fd=self.fd)
+            self._drop([new])
             raise
-        finally:
-            os.close(fd)
+        self._new.append(new)
+        if not later:
+            self.publish()
+
+    def publish(self) -> None:
+        """Have the new files appear, in the order in which they were made, when the contents of all are durable.
+
+        Raises:
+            StoreWriteError: one cannot be written; those that have not appeared are gone.
+        """
+        try:
+            for new in self._new:
+                with writing(self.path / new.name):
+                    os.fsync(new.fd)
+            while self._new:
+                new = self._new[0]
+                with writing(self.path / new.name):
+                    os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                os.close(self._new.pop(0).fd)
+        except BaseException:
+            self._drop(self._new)
+            raise
 
     def sync(self) -> None:
-        """Make renames durable.
+        """Publish what is new, and make all names durable.
 
         Raises:
             StoreWriteError: the file system refused.
         """
+        self.publish()
         with writing(self.path):
             os.fsync(self.fd)
+            if not self._settled:
+                sync_directory(self.path.parent)
+                self._settled = True
+
+    def _drop(self, files: list[_New]) -> None:
+        """Forget files that did not appear."""
+        for new in files:
+            with contextlib.suppress(OSError):  # an error that is on its way matters more
+                os.unlink(new.hidden, dir_fd=self.fd)
+            os.close(new.fd)
+        self._new = [new for new in self._new if new not in files]
 
 
 def sync_directory(path: Path) -> None:

@@ -1,11 +1,13 @@
-"""What passes between a worker and its writer process: the pool, the job in it, and two short messages.
+"""What passes between a worker and its writer process: the pool, the job in it, and a few short messages.
 
 Theory. Worker and writer share one anonymous file in memory (a memfd: no name, nobody else can open it, it is gone
 with its last holder) and one socket. Everything of size lies in the file: the copied tensors, behind them the
-description of the job. A message only says where. So handing over a save of any size is one short, non-blocking send.
+description of the job. A message only says where. So handing over a save of any size is a few short, non-blocking
+sends: the order goes out before the tensors are copied, and the writer begins with what has arrived while the worker
+still copies the rest.
 
 Invariants:
-1. The worker writes to the pool only while no save is in flight, the writer never.
+1. The worker writes to the pool only what it has not announced, the writer never.
 2. Nothing of the job is taken at its word: places are checked against the pool, lengths against limits.
 3. Growing keeps the file: both sides map it again, longer.
 """
@@ -28,6 +30,9 @@ from holdfast.store.writer import Written
 
 MESSAGE_SIZE_BYTES_MAX = 64 * 1024
 TEXT_LENGTH_MAX = 8 * 1024
+
+Wait = Callable[[int], None]
+"""Return when that many bytes of the pool have arrived."""
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Make a region of memory fast to copy into (page-locked, for a GPU); returns what undoes it."""
@@ -61,13 +66,27 @@ class SaveJob(msgspec.Struct, frozen=True):
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
-class SaveOrder(msgspec.Struct, frozen=True):
-    """Worker to writer: the job of this number lies there in the pool."""
+class SaveOrder(msgspec.Struct, frozen=True, tag="order"):
+    """Worker to writer: the job of this number lies there in the pool, and so much of its tensors."""
 
     number: int
     start: int
     size_bytes: int
     pool_size_bytes: int
+    arrived_size_bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """Worker to writer: the first ``size_bytes`` of the pool are those of this job."""
+
+    number: int
+    size_bytes: int
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """Worker to writer: the rest of this job will not come; nobody waits for its outcome."""
+
+    number: int
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -184,10 +203,10 @@ class PoolReader:
             self._bytes(part.start, part.size_bytes)
         return job
 
-    def source(self, job: SaveJob) -> StagedSource:
+    def source(self, job: SaveJob, wait: Wait) -> StagedSource:
         """The tensors of ``job``."""
         assert self._map is not None
-        return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts})
+        return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
 
     def _bytes(self, start: int, size_bytes: int) -> memoryview:
         assert self._map is not None
@@ -197,20 +216,37 @@ class PoolReader:
 
 
 class StagedSource:
-    """Staged parts as a ``TensorSource``."""
+    """Staged parts as a ``TensorSource``; what has not arrived is waited for."""
 
-    def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart]) -> None:
+    def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
         self._parts = parts
+        self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Bytes of one staged part."""
         part = self._parts[fqn, box]
-        return self._pool[part.start : part.start + part.size_bytes]
+        return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
-    def run(self, items: Sequence[WriteItem]) -> memoryview | None:
+    def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
         """Bytes of several staged parts that follow each other."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None
-        return self._pool[parts[0].start : parts[-1].start + parts[-1].size_bytes]
+        size_bytes = parts[-1].start + parts[-1].size_bytes - parts[0].start
+        return StagedRun(self._pool, parts[0].start, size_bytes, self._wait)
+
+
+class StagedRun:
+    """As :class:`Run`: a stretch of the pool."""
+
+    def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
+        self.size_bytes = size_bytes
+        self._pool = pool
+        self._start = start
+        self._wait = wait
+
+    def piece(self, start: int, stop: int) -> memoryview:
+        """As :meth:`Run.piece`."""
+        self._wait(self._start + stop)
+        return self._pool[self._start + start : self._start + stop]

@@ -69,19 +69,22 @@ class LocalAttempt(Directory):
         """As :meth:`Attempt.open_file`."""
         return LocalFile(self.path / name, *self.open_read(name))
 
-    def create(self, name: str, data: bytes, owner: str) -> bool:
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
         """As :meth:`Attempt.create`. Two who do so at once may both be told True: they write the same, or it is
         found when the attempt is judged."""
         if self.exists(name):
             return False
-        self.write(name, data, owner)
+        with self.temporary(name, owner, later=later) as fd:
+            write_at(fd, 0, memoryview(data), self.path / name)
+        if not later:
+            self.sync()
         return True
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
         """As :meth:`Attempt.new_file`."""
         path = self.path / name
-        with self.temporary(name, owner) as fd:
+        with self.temporary(name, owner, later=True) as fd:
             if direct:
                 file = DirectFile(fd, path)
                 yield file.put

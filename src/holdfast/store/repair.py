@@ -77,6 +77,7 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
             return Repaired(names, not names)
         for plan in plans:
             _rebuild(directory, index, plan)
+            directory.publish()
         directory.sync()
         for name, data in other:
             directory.write(name, data, "repair")

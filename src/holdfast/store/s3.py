@@ -153,7 +153,7 @@ class S3Attempt(Closes):
         """As :meth:`Attempt.write`."""
         self._bucket.put(self._key(name), data)
 
-    def create(self, name: str, data: bytes, owner: str) -> bool:
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
         """As :meth:`Attempt.create`."""
         return self._bucket.create(self._key(name), data)
 
@@ -162,6 +162,9 @@ class S3Attempt(Closes):
     ) -> AbstractContextManager[Put]:
         """As :meth:`Attempt.new_file`; an upload in parts."""
         return self._bucket.upload(self._key(name), size_bytes)
+
+    def publish(self) -> None:
+        """New objects appear at once."""
 
     def sync(self) -> None:
         """An object that was answered is durable."""

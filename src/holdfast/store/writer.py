@@ -5,8 +5,9 @@ exists when its manifest does. Whoever finds all manifests in place proves the c
 writes the seal; several ranks may do so at once, because the seal is a pure function of the files.
 
 Invariants:
-1. Order on disk: shard files (each tmp + fsync + rename), directory fsync, manifest, directory fsync, (with copies)
-   its copy, directory fsync, seal.
+1. Order on disk: the contents of all files of the share are durable, then they appear (catalogue, shards, manifest,
+   copies), then their names are durable, and only then the seal appears or anybody is told. A loss of power in between
+   may leave a manifest without a shard: such an attempt is not valid.
 2. What a manifest names is never replaced by anything else: a finished share is compared. Its files are read, too, and
    written once more when they are damaged.
 3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import xxhash
@@ -26,7 +28,7 @@ from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, StateError, StoreError, StoreWriteError
 from holdfast.store import manifest as form
 from holdfast.store.base import Attempt, Put
-from holdfast.store.codec import Header, dcp_metadata, encode_header
+from holdfast.store.codec import Header, StoredTensor, dcp_metadata, encode_header
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
 from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, RankManifest
 from holdfast.store.opening import open_store
@@ -36,6 +38,9 @@ from holdfast.store.validity import read_index, seal_of, share_damage
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
 
 BLOCK_SIZE_BYTES = 16 * 1024 * 1024
+
+_Span: TypeAlias = tuple[int, int]
+"""First byte of an extent in its file, and the one after its last."""
 
 
 class TensorSource(Protocol):
@@ -49,8 +54,19 @@ class TensorSource(Protocol):
 class ContiguousSource(TensorSource, Protocol):
     """A source that may keep what is written as it will lie in the file."""
 
-    def run(self, items: Sequence[WriteItem]) -> memoryview | None:
+    def run(self, items: Sequence[WriteItem]) -> Run | None:
         """The bytes of all items, one after the other; None when they do not lie so."""
+
+
+class Run(Protocol):
+    """Bytes in the order of a file; the last ones may still be on their way."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All of them."""
+
+    def piece(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``, as soon as they are there."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -116,27 +132,27 @@ def write_share(
             EXTENT_SIZE_BYTES, tuple(files), tuple(records), common, own,
         )  # fmt: skip
         data = form.encode_manifest(manifest)
-        directory.sync()
         _put_manifest(directory, data, rank, name)
         if done and share_damage(directory, manifest):
             share.write(groups)
         if plan.copies > 1:
             _put_manifest(directory, data, rank, form.copy_name(name))
-        sealed = try_seal(directory, plan.sources, f"r{rank:05d}")
+        directory.publish()
+        there = set(directory.names())  # these are durable after the next line
+        directory.sync()
+        complete = all(form.rank_name(writer) in there for writer in plan.sources)
+        sealed = complete and _seal(directory, f"r{rank:05d}")
     size_bytes = len(data) + sum(entry.size_bytes for entry in files)
     names = (*(entry.name for entry in files), name)
     return Written(sealed, size_bytes, time.perf_counter() - started_s, names)
 
 
-def try_seal(directory: Attempt, writers: Sequence[int], owner: str) -> bool:
-    """Write the seal when all manifests are there and prove full coverage; True when it stands.
+def _seal(directory: Attempt, owner: str) -> bool:
+    """Have the seal appear when the manifests prove full coverage. Its name need not be durable: it says nothing new.
 
     Raises:
         StoreWriteError: the seal could not be written.
     """
-    names = set(directory.names())
-    if any(form.rank_name(rank) not in names for rank in writers):
-        return False
     try:
         index = read_index(directory)
     except CheckpointInvalid as error:
@@ -144,8 +160,11 @@ def try_seal(directory: Attempt, writers: Sequence[int], owner: str) -> bool:
             f"all shares of {directory.path.name} are written, but: {error.message}"
         ) from error
     data = seal_of(index)
-    if not directory.create(form.SEAL_NAME, data, owner) and _read(directory, form.SEAL_NAME) != data:
+    if not directory.create(form.SEAL_NAME, data, owner, later=True) and (
+        _read(directory, form.SEAL_NAME) != data
+    ):
         directory.write(form.SEAL_NAME, data, owner)
+    directory.publish()
     return True
 
 
@@ -207,30 +226,15 @@ class _Share:
         """Hash every extent of one file behind its header and hand it to ``put``."""
         tensors = self.catalogue.by_fqn
         head, header = head_of_file
-        extents: list[tuple[int, memoryview]] = []
-        counts: list[int] = []
-        for item, place in zip(items, header.tensors, strict=True):
-            pieces = list(_extents(part_bytes(item, self.source, DTYPE_SIZE_BYTES[place.dtype])))
-            counts.append(len(pieces))
-            extents += [(place.start + n * EXTENT_SIZE_BYTES, piece) for n, piece in enumerate(pieces)]
-
-        def run(extent: tuple[int, memoryview]) -> str:
-            digest = xxhash.xxh3_64_hexdigest(extent[1])
-            put(*extent)
-            self.progress(len(extent[1]))
-            return digest
-
-        whole = self.source.run(items) if self.direct and isinstance(self.source, ContiguousSource) else None
-        if whole is not None:
-            digests = iter(self._beside([extent for _, extent in extents], header.data_start, whole, put))
-        elif self.threads > 1 and len(extents) > 1:
-            with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-write") as pool:
-                digests = iter(list(pool.map(run, extents)))
+        spans = [list(_extents(place)) for place in header.tensors]
+        run = self.source.run(items) if self.direct and isinstance(self.source, ContiguousSource) else None
+        if run is not None:
+            digests = iter(self._beside(list(chain.from_iterable(spans)), header.data_start, run, put))
         else:
-            digests = iter([run(extent) for extent in extents])
+            digests = iter(self._piecewise(items, header, spans, put))
         name = form.shard_name(self.rank, index)
         files.append(FileEntry(name, header.size_bytes, len(head), xxhash.xxh3_64_hexdigest(head)))
-        for item, place, count in zip(items, header.tensors, counts, strict=True):
+        for item, place, cuts in zip(items, header.tensors, spans, strict=True):
             records.append(
                 BoxRecord(
                     item.fqn,
@@ -240,19 +244,45 @@ class _Share:
                     item.part.sizes,
                     index,
                     place.start,
-                    tuple(next(digests) for _ in range(count)),
+                    tuple(next(digests) for _ in cuts),
                 )
             )
 
-    def _beside(self, extents: Sequence[memoryview], start: int, whole: memoryview, put: Put) -> list[str]:
-        """Put all data of a file in large blocks, and hash its extents meanwhile."""
+    def _piecewise(
+        self, items: Sequence[WriteItem], header: Header, spans: Sequence[Sequence[_Span]], put: Put
+    ) -> list[str]:
+        """Hash and put extent by extent, as many at a time as there are threads."""
+        extents: list[tuple[int, memoryview]] = []
+        for item, place, cuts in zip(items, header.tensors, spans, strict=True):
+            data = part_bytes(item, self.source, DTYPE_SIZE_BYTES[place.dtype])
+            extents += [(start, data[start - place.start : stop - place.start]) for start, stop in cuts]
+
+        def move(extent: tuple[int, memoryview]) -> str:
+            digest = xxhash.xxh3_64_hexdigest(extent[1])
+            put(*extent)
+            self.progress(len(extent[1]))
+            return digest
+
+        if self.threads == 1 or len(extents) < 2:
+            return [move(extent) for extent in extents]
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-write") as pool:
+            return list(pool.map(move, extents))
+
+    def _beside(self, spans: Sequence[_Span], first: int, run: Run, put: Put) -> list[str]:
+        """Put all data of a file in large blocks; beside it, hash the extents of those that are on the disk."""
+
+        def digest(span: _Span) -> str:
+            return xxhash.xxh3_64_hexdigest(run.piece(span[0] - first, span[1] - first))
+
+        found: list[Future[str]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
-            digests = pool.submit(lambda: [xxhash.xxh3_64_hexdigest(extent) for extent in extents])
-            for at in range(0, len(whole), BLOCK_SIZE_BYTES):
-                block = whole[at : at + BLOCK_SIZE_BYTES]
-                put(start + at, block)
+            for at in range(0, run.size_bytes, BLOCK_SIZE_BYTES):
+                block = run.piece(at, min(at + BLOCK_SIZE_BYTES, run.size_bytes))
+                put(first + at, block)
                 self.progress(len(block))
-            return digests.result()
+                while len(found) < len(spans) and spans[len(found)][1] - first <= at + len(block):
+                    found.append(pool.submit(digest, spans[len(found)]))
+        return [future.result() for future in found]
 
     def _header(self, items: Sequence[WriteItem]) -> tuple[bytes, Header]:
         tensors = self.catalogue.by_fqn
@@ -291,9 +321,9 @@ def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[Writ
     return groups
 
 
-def _extents(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), EXTENT_SIZE_BYTES):
-        yield data[start : start + EXTENT_SIZE_BYTES]
+def _extents(place: StoredTensor) -> Iterator[_Span]:
+    for start in range(place.start, place.stop, EXTENT_SIZE_BYTES):
+        yield start, min(start + EXTENT_SIZE_BYTES, place.stop)
 
 
 def _encode_all(
@@ -316,7 +346,7 @@ def _encode_all(
 def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: str) -> None:
     """Write the catalogue unless it is there; one that differs means that the ranks disagree."""
     data = form.wrap(catalogue.to_json())
-    made = directory.create(name, data, f"r{rank:05d}")
+    made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
         raise StoreWriteError(
             f"{directory.path}: holds another catalogue (the ranks disagree about the layout, or another "
@@ -326,7 +356,8 @@ def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: st
 
 def _put_manifest(directory: Attempt, data: bytes, rank: int, name: str) -> None:
     """Write a manifest unless it is there; one that differs is another save's."""
-    if not directory.create(name, data, f"r{rank:05d}") and _read(directory, name) != data:
+    made = directory.create(name, data, f"r{rank:05d}", later=True)
+    if not made and _read(directory, name) != data:
         raise StoreWriteError(
             f"{directory.path}: rank {rank} has already written other content under this save id",
             hint="use another checkpoint directory or run id: an attempt is never overwritten",

@@ -2,7 +2,9 @@
 
 ``python -m holdfast.store.writerd SOCKET_FD POOL_FD WORKER_PID``, started by ``store/background.py`` in a session of
 its own. It takes one order after the other. When the worker is gone (its socket is closed, or its process ended) it
-does the order that is still in the socket, if any, and leaves. Signals that end a job politely are answered by the
+does the order that is still in the socket, if any, and leaves. It begins an order while the worker still copies the
+tensors; when the worker ends before it has copied all of them, the order is dropped, and no manifest names what was
+written. Signals that end a job politely are answered by the
 worker: a writer that obeyed them would drop a save that is nearly done.
 """
 
@@ -18,14 +20,68 @@ import sys
 import msgspec
 
 from holdfast.errors import HoldfastError, InternalError
-from holdfast.store.handover import MESSAGE_SIZE_BYTES_MAX, PoolReader, SaveJob, SaveOrder, SaveOutcome
+from holdfast.store.handover import (
+    MESSAGE_SIZE_BYTES_MAX,
+    Arrived,
+    PoolReader,
+    SaveJob,
+    SaveOrder,
+    SaveOutcome,
+    Wait,
+    Withdrawn,
+)
 from holdfast.store.layout import Catalogue
 from holdfast.store.plan import Plan
 from holdfast.store.values import decode_mapping, decode_values
 from holdfast.store.writer import Written, write_share
 
 
-def run_job(job: SaveJob, pool: PoolReader) -> Written:
+class Dropped(Exception):
+    """The rest of an order will not come."""
+
+
+class Line:
+    """What the worker says, until it is gone and all that it said was read."""
+
+    def __init__(self, line: socket.socket, worker_pid: int) -> None:
+        self._line = line
+        self._worker = watch(worker_pid)
+        self._poller = select.poll()
+        self._poller.register(line, select.POLLIN)
+        if self._worker is not None:
+            self._poller.register(self._worker, select.POLLIN)
+
+    def receive(self) -> SaveOrder | Arrived | Withdrawn | None:
+        """The next message; None: there will be none."""
+        # What the worker said before it died still lies in the socket, so that is looked at first.
+        ready = [fd for fd, _ in self._poller.poll(0 if self._worker is None else None)]
+        if self._line.fileno() not in ready or not (data := self._line.recv(MESSAGE_SIZE_BYTES_MAX)):
+            return None
+        return msgspec.msgpack.decode(data, type=SaveOrder | Arrived | Withdrawn)
+
+    def tell(self, outcome: SaveOutcome) -> None:
+        """Raises: BrokenPipeError, ConnectionResetError: nobody is there to be told."""
+        self._line.send(msgspec.msgpack.encode(outcome), socket.MSG_NOSIGNAL)
+
+
+class Arrivals:
+    """How much of an order is in the pool."""
+
+    def __init__(self, line: Line, order: SaveOrder) -> None:
+        self._line = line
+        self._number = order.number
+        self._size_bytes = order.arrived_size_bytes
+
+    def wait(self, size_bytes: int) -> None:
+        """Return when so much is there; only one thread at a time may have to wait. Raises: Dropped."""
+        while self._size_bytes < size_bytes:
+            message = self._line.receive()
+            if not isinstance(message, Arrived) or message.number != self._number:
+                raise Dropped
+            self._size_bytes = message.size_bytes
+
+
+def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> Written:
     """Write the share.
 
     Raises:
@@ -39,7 +95,7 @@ def run_job(job: SaveJob, pool: PoolReader) -> Written:
         Catalogue.from_json(job.catalogue),
         plan,
         job.rank,
-        pool.source(job),
+        pool.source(job, wait),
         decode_mapping(job.values),
         {rank: decode_values(data, f"locals of rank {rank}") for rank, data in job.locals_.items()},
         threads=job.threads,
@@ -47,33 +103,28 @@ def run_job(job: SaveJob, pool: PoolReader) -> Written:
     )
 
 
-def obey(data: bytes, pool: PoolReader) -> SaveOutcome:
-    """Carry out one order."""
-    order = msgspec.msgpack.decode(data, type=SaveOrder)
+def obey(order: SaveOrder, pool: PoolReader, wait: Wait) -> SaveOutcome:
+    """Carry out one order. Raises: Dropped."""
     result: Written | HoldfastError
     try:
-        result = run_job(pool.job(order), pool)
+        result = run_job(pool.job(order), pool, wait)
     except HoldfastError as error:
         result = error
+    except Dropped:
+        raise
     except Exception as error:
         result = InternalError(f"the writer failed: {type(error).__name__}: {error}")
     return SaveOutcome.of(order.number, result)
 
 
-def serve(line: socket.socket, pool: PoolReader, worker_pid: int) -> None:
+def serve(line: Line, pool: PoolReader) -> None:
     """Obey until the worker is gone and nothing is left to do."""
-    worker = watch(worker_pid)
-    poller = select.poll()
-    poller.register(line, select.POLLIN)
-    if worker is not None:
-        poller.register(worker, select.POLLIN)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody is there to be told
-        while True:
-            # What the worker said before it died still lies in the socket, so that is looked at first.
-            ready = [fd for fd, _ in poller.poll(0 if worker is None else None)]
-            if line.fileno() not in ready or not (data := line.recv(MESSAGE_SIZE_BYTES_MAX)):
-                return
-            line.send(msgspec.msgpack.encode(obey(data, pool)), socket.MSG_NOSIGNAL)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while (message := line.receive()) is not None:
+            # Of an order that failed early the rest may still be announced.
+            if isinstance(message, SaveOrder):
+                with contextlib.suppress(Dropped):
+                    line.tell(obey(message, pool, Arrivals(line, message).wait))
 
 
 def watch(worker_pid: int) -> int | None:
@@ -94,7 +145,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     line_fd, pool_fd, worker_pid = (int(argument) for argument in argv)
     with socket.socket(fileno=line_fd) as line:
-        serve(line, PoolReader(pool_fd), worker_pid)
+        serve(Line(line, worker_pid), PoolReader(pool_fd))
     return 0
 
 
