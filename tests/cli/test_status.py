@@ -121,6 +121,13 @@ def as_json(holdfast: Run, *args: str) -> dict[str, object]:
     return view
 
 
+def test_a_process_that_has_entered_nothing_yet_has_no_age(made: Made) -> None:
+    made.start(0, 1)
+    made.pages[0][Word.ENTERED_NS] = 0
+    first, second = Watch(made.directory, made.settings).poll().ranks
+    assert first.age_s == 0.0 < second.age_s < 60.0
+
+
 def test_a_live_run(holdfast: Run, made: Made) -> None:
     made.start(0, 1)
     made.serve()

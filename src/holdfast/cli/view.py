@@ -12,12 +12,11 @@ import msgspec
 from holdfast.core.fault import SEEN
 from holdfast.core.ids import Generation
 from holdfast.core.page import Phase, Word
-from holdfast.errors import ProtocolError
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
-from holdfast.runtime.page import Page
+from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import alive
-from holdfast.runtime.rundir import SPARE_PAGE, RunDir, log_path
+from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
 
 SPEED_WINDOW_S = 10.0
@@ -300,16 +299,10 @@ class Watch:
         return "exiting" if self.story.exiting else "running"
 
     def _ranks(self) -> list[RankView]:
-        try:
-            pages = list(self.directory.pages_link.glob("page-*"))
-        except FileNotFoundError:  # the run ended while we looked
-            return []
         found: dict[int, RankView] = {}
-        for path in pages:
-            view = _page_view(path)
-            if view is not None and view.member_id >= (
-                found[view.rank].member_id if view.rank in found else 0
-            ):
+        for page in each_page(self.directory.pages_link, PAGE):
+            view = _rank_view(page)
+            if view.rank not in found or view.member_id >= found[view.rank].member_id:
                 found[view.rank] = view
         for rank, ratio in self.story.slow.items():
             if rank in found:
@@ -317,11 +310,8 @@ class Watch:
         return [found[rank] for rank in sorted(found)]
 
     def _spares(self) -> list[SpareView]:
-        try:
-            paths = sorted(self.directory.pages_link.glob(f"{SPARE_PAGE}*"))
-        except FileNotFoundError:
-            return []
-        return [view for path in paths if (view := _spare_view(path)) is not None]
+        pages = each_page(self.directory.pages_link, SPARE_PAGE)
+        return [_spare_view(page) for page in pages if alive(page[Word.PID])]
 
     def _speed(self, step: int) -> float | None:
         now_s = time.monotonic()
@@ -345,38 +335,29 @@ class Watch:
         return round(max(0.0, 1.0 - lost_s / begun_s), 5)
 
 
-def _spare_view(path: Path) -> SpareView | None:
-    try:
-        page = Page.open(path)
-    except (OSError, ProtocolError):
-        return None
-    try:
-        where = page.section() if page.state()[1] is Phase.SPARE else ""
-        age_s = max(0.0, time.monotonic() - page[Word.ENTERED_NS] / 1e9) if page[Word.ENTERED_NS] else 0.0
-        return SpareView(page[Word.PID], where, round(age_s, 3)) if alive(page[Word.PID]) else None
-    finally:
-        page.close()
+def _spare_view(page: Page) -> SpareView:
+    where = page.section() if page.state()[1] is Phase.SPARE else ""
+    return SpareView(page[Word.PID], where, _age_s(page))
 
 
-def _page_view(path: Path) -> RankView | None:
-    try:
-        page = Page.open(path)
-    except (OSError, ProtocolError):
-        return None  # removed meanwhile, or not written completely yet: the next look will tell
-    try:
-        step, phase = page.state()
-        return RankView(
-            rank=page[Word.RANK],
-            member_id=page[Word.MEMBER],
-            pid=page[Word.PID],
-            alive=page[Word.PID] > 0 and alive(page[Word.PID]),
-            phase=phase.name.lower(),
-            step=step,
-            age_s=round(max(0.0, time.monotonic() - page[Word.ENTERED_NS] / 1e9), 3),
-            generation=str(Generation.unpack(page[Word.GENERATION])),
-            repeated=page[Word.REPEATED],
-            busy_s=page[Word.BUSY_NS] / 1e9,
-            section=page.section() if phase is Phase.SECTION else "",
-        )
-    finally:
-        page.close()
+def _rank_view(page: Page) -> RankView:
+    step, phase = page.state()
+    return RankView(
+        rank=page[Word.RANK],
+        member_id=page[Word.MEMBER],
+        pid=page[Word.PID],
+        alive=page[Word.PID] > 0 and alive(page[Word.PID]),
+        phase=phase.name.lower(),
+        step=step,
+        age_s=_age_s(page),
+        generation=str(Generation.unpack(page[Word.GENERATION])),
+        repeated=page[Word.REPEATED],
+        busy_s=page[Word.BUSY_NS] / 1e9,
+        section=page.section() if phase is Phase.SECTION else "",
+    )
+
+
+def _age_s(page: Page) -> float:
+    """Since it last entered a phase; 0: it has entered none."""
+    entered_ns = page[Word.ENTERED_NS]
+    return round(max(0.0, time.monotonic() - entered_ns / 1e9), 3) if entered_ns else 0.0

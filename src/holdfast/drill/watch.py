@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from holdfast import journal
 from holdfast.core.page import Phase, Word
-from holdfast.errors import ProtocolError
-from holdfast.runtime.page import Page
+from holdfast.runtime.page import each_page
 from holdfast.runtime.pids import alive
+from holdfast.runtime.rundir import PAGE
 
 GONE = (Phase.FINISHED, Phase.LEFT)
 
@@ -53,26 +52,13 @@ class Run:
     def workers(self) -> dict[int, Seen]:
         """Living workers by rank."""
         found: dict[int, Seen] = {}
-        for path in (self.directory / "pages").glob("page-*"):
-            try:
-                page = Page.open(path)
-            except (OSError, ProtocolError):
-                continue  # removed, or not complete yet: the next poll tells
-            with closing(page):
-                seen = Seen(path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
-                newer = seen.rank not in found or seen.member > found[seen.rank].member
-                if newer and seen.pid > 0 and alive(seen.pid) and page.state()[1] not in GONE:
-                    found[seen.rank] = seen
+        for page in each_page(self.directory / "pages", PAGE):
+            seen = Seen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
+            newer = seen.rank not in found or seen.member > found[seen.rank].member
+            if newer and seen.pid > 0 and alive(seen.pid) and page.state()[1] not in GONE:
+                found[seen.rank] = seen
         return found
 
     def committed_step(self) -> int:
         """The highest step that a page shows: ``step`` updates were done before it."""
-        steps = [0]
-        for path in (self.directory / "pages").glob("page-*"):
-            try:
-                page = Page.open(path)
-            except (OSError, ProtocolError):
-                continue
-            with closing(page):
-                steps.append(page.state()[0])
-        return max(steps)
+        return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)

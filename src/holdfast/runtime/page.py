@@ -11,7 +11,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
@@ -228,3 +229,21 @@ def _hold_gil() -> None:
 def _digest(sequence: int, step: int, payload: bytes) -> int:
     seed = (sequence * 0x9E3779B97F4A7C15 + step) & 0xFFFFFFFFFFFFFFFF
     return xxhash.xxh3_64_intdigest(payload, seed=seed)
+
+
+def each_page(directory: Path, prefix: str) -> Iterator[Page]:
+    """The pages below ``directory`` whose names begin so, in their order; each is closed when the next is asked for.
+
+    What cannot be opened is left out: half-made, of another version, or taken away meanwhile.
+    """
+    try:
+        paths = sorted(directory.glob(f"{prefix}*"))
+    except FileNotFoundError:  # the run ended while we looked
+        return
+    for path in paths:
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            continue
+        with closing(page):
+            yield page

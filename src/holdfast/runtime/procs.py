@@ -21,8 +21,8 @@ from holdfast.core.spares import ANY_RANK, is_spare
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
-from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import SPARE_PAGE, RunDir, open_log
+from holdfast.runtime.page import Page, each_page
+from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
     ZYGOTE_MESSAGES,
@@ -398,18 +398,13 @@ def kill_group(pid: int) -> None:
 
 def dismiss_spares(run: RunDir) -> None:
     """Kill the spares of an agent that is gone, should one of them not have left by itself."""
-    for path in run.pages().glob(f"{SPARE_PAGE}*"):
-        try:
-            page = Page.open(path)
-        except (OSError, ProtocolError):
-            path.unlink(missing_ok=True)
-            continue
+    for page in each_page(run.pages(), SPARE_PAGE):
         pid = page[Word.PID]
-        page.close()
-        path.unlink(missing_ok=True)
         if pid and belongs(pid, run):
             os.kill(pid, signal.SIGKILL)
             kill_group(pid)
+    for path in run.pages().glob(f"{SPARE_PAGE}*"):
+        path.unlink(missing_ok=True)
 
 
 async def wait_gone(pid: int, timeout_s: float) -> None:
@@ -440,15 +435,7 @@ def _signal(life: Life, number: signal.Signals) -> None:
 
 def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
     """(member, pid) of every status page, the dead included; pid 0: it never ran."""
-    found = []
-    for path in sorted(run.pages().glob("page-*")):
-        try:
-            page = Page.open(path)
-        except (OSError, ProtocolError):
-            continue  # half-made by an agent that died
-        found.append((MemberId(page[Word.MEMBER]), page[Word.PID]))
-        page.close()
-    return found
+    return [(MemberId(page[Word.MEMBER]), page[Word.PID]) for page in each_page(run.pages(), PAGE)]
 
 
 def belongs(pid: int, run: RunDir) -> bool:

@@ -17,6 +17,7 @@ from holdfast.errors import AuthError, UsageError
 
 TOKEN_SIZE_BYTES = 32
 SHARED_MEMORY = Path("/dev/shm")
+PAGE = "page-"
 SPARE_PAGE = "spare-"
 LAST_LINES = 20
 TAIL_SIZE_BYTES = 64 * 1024
@@ -176,7 +177,7 @@ class RunDir:
 
     def page_path(self, member_id: MemberId) -> Path:
         """The status page of one member, or of a spare, which gets a member's name when it is called."""
-        return self.pages() / (f"page-{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
+        return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 
     def remove_pages(self) -> None:
         """Remove all status pages and their directory; the agent and its launcher may both be at it."""
