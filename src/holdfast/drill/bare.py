@@ -85,9 +85,8 @@ def main() -> None:
         parts.optimizer.zero_grad()
         trace.committed(step + 1)
     if parts.group is not None:
-        for (
-            buffer
-        ) in parts.model.buffers():  # DDP would do it before the next forward: buffers follow its rank 0
+        # DDP would do it before the next forward: buffers follow its rank 0.
+        for buffer in parts.model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(parts.group, 0), group=parts.group)
     if settings.result is not None:
         write_result(result_of(parts, settings, world_size, loss), settings.result)

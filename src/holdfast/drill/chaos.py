@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -27,12 +26,11 @@ from pathlib import Path
 from holdfast import journal
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import Exercise, require_torch
-from holdfast.drill.runner import end
+from holdfast.drill.runner import end, launch
 from holdfast.drill.watch import Run
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import RunDir
-from holdfast.store.place import ROOT_VARIABLE
 
 SAVE_EVERY = 50
 POLL_S = 0.01
@@ -103,17 +101,11 @@ class Chaos:
     def _start(self) -> None:
         self._starts += 1
         directory = self.base / f"run-{self._starts:03d}"
-        flags = {
-            "run-dir": self.base, "run-id": directory.name, "nproc-per-node": self._exercise.nproc,
-            "max-restarts": 10_000, "grace-s": 20,
-        }  # fmt: skip
-        words = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
         command = [*self._exercise.command, "--result", str(self.results)]
         with (self.base / "launcher.log").open("ab") as log:
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "holdfast", "run", *words, *command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, ROOT_VARIABLE: str(self.base / "checkpoints")},
+            self._launcher = launch(
+                directory, command, log, self.base / "checkpoints",
+                nproc_per_node=self._exercise.nproc, max_restarts=10_000, grace_s=20,
             )  # fmt: skip
         self._run = Run(directory)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -86,11 +87,11 @@ class Runner:
         """
         directory = self.base / name
         started_s = time.monotonic()
+        restarts = 16 + 2 * len(faults) if faults else 0
         with launcher_log(directory).open("wb") as log:
-            launcher = subprocess.Popen(
-                [*self._launch(name, len(faults)), *self.command, *extra],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, ROOT_VARIABLE: str(directory.absolute() / "checkpoints")},
+            launcher = launch(
+                directory, [*self.command, *extra], log, directory.absolute() / "checkpoints",
+                nproc_per_node=self.nproc, max_restarts=restarts,
             )  # fmt: skip
         injector: subprocess.Popen[bytes] | None = None
         try:
@@ -108,12 +109,6 @@ class Runner:
         if stalled:
             end(launcher, directory)
         return self._outcome(directory, launcher.wait(), time.monotonic() - started_s, stalled)
-
-    def _launch(self, name: str, faults: int) -> list[str]:
-        restarts = 16 + 2 * faults if faults else 0
-        flags = {"run-dir": self.base, "run-id": name, "nproc-per-node": self.nproc, "max-restarts": restarts}
-        given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-        return [sys.executable, "-m", "holdfast", "run", *given]
 
     def _wait_made(self, directory: Path, launcher: subprocess.Popen[bytes]) -> None:
         while not (directory / SETTINGS_FILE).exists():
@@ -157,6 +152,19 @@ class Runner:
             root=str(opened[-1].data["root"]) if opened else "",
             stalled=stalled,
         )
+
+
+def launch(
+    directory: Path, command: Sequence[str], log: IO[bytes], root: Path, **flags: int
+) -> subprocess.Popen[bytes]:
+    """Start ``holdfast run`` on ``command``: run directory ``directory``, checkpoints in ``root``, and these flags."""
+    all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}
+    given = [text for flag, value in all_flags.items() for text in (f"--{flag}", str(value))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "run", *given, *command],
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        env={**os.environ, ROOT_VARIABLE: str(root)},
+    )  # fmt: skip
 
 
 def plan_path(directory: Path) -> Path:
