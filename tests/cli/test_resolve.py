@@ -15,6 +15,7 @@ from holdfast.cli.resolve import Request, resolve, shown_ranks, worker_count
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.errors import UsageError
 from holdfast.runtime.settings import RunSettings, new_launch, without_launch
+from holdfast.runtime.spawn import thread_count
 from holdfast.store.manifest import attempt_key
 from tests.store.worlds import save_id
 
@@ -65,10 +66,12 @@ def test_two_spellings_of_the_same_patience() -> None:
 
 
 def test_threads_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked().settings.env == {}
-    assert asked(nproc_per_node="2").settings.env == {"OMP_NUM_THREADS": "1"}
+    assert thread_count(asked().settings) == len(os.sched_getaffinity(0))
+    assert thread_count(asked(nproc_per_node="2").settings) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert asked(nproc_per_node="2").settings.env == {}
+    assert thread_count(asked(nproc_per_node="2").settings) == thread_count(asked().settings) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert thread_count(asked(nproc_per_node="2").settings) == 1
 
 
 def test_flags_without_effect_say_why() -> None:

@@ -109,7 +109,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         preload=_preload(str(values["preload"])),
         cwd=os.getcwd(),
         python=os.environ.get("PYTHON_EXEC", ""),
-        env=_environment(nproc, values["root"]),
+        env={ROOT_VARIABLE: str(absolute(values["root"]))} if values["root"] else {},
         log_dir=str(log_dir) if log_dir else "",
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
@@ -438,12 +438,6 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
     if not grace_s > 0:
         raise UsageError(f"--grace-s {grace_s} is not positive", hint=RUN_HELP)
     return grace_s
-
-
-def _environment(nproc: int, root: str | None) -> dict[str, str]:
-    """What workers get. As in torchrun, several that each take all cores would only get in each other's way."""
-    threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 and "OMP_NUM_THREADS" not in os.environ else {}
-    return {**threads, ROOT_VARIABLE: str(absolute(root))} if root else threads
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:

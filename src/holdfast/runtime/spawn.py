@@ -85,7 +85,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def thread_count(settings: RunSettings) -> int:
-    """OpenMP threads of each worker: the user's word, else 1 as torchrun does, or all cores for a single worker."""
+    """OpenMP threads of each worker: the user's word, else all cores for a single worker, or 1: as in torchrun, several
+    that each take all cores would only get in each other's way."""
     said = settings.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     if said.isdigit() and int(said) > 0:
         return int(said)
