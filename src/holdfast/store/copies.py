@@ -101,9 +101,9 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
     return tuple(groups)
 
 
-def runs(extents: Sequence[Extent], limit: int = NAMED_MAX) -> list[tuple[str, list[Extent]]]:
-    """Consecutive extents in at most ``limit`` runs of about equal number, each with its name."""
-    size = max(1, -(-len(extents) // limit))
+def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
+    """Consecutive extents in at most ``NAMED_MAX`` runs of about equal number, each with its name."""
+    size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [
         (str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]} ({len(part)} boxes)", part)

@@ -77,13 +77,13 @@ class Root:
         keyed = sorted(((key, name) for name in found if (key := form.attempt_key(name))), reverse=True)
         return [name for key, name in keyed if run is None or key[4] == run]
 
-    def list(self, *, deep: bool = False, run: str | None = None) -> list[Validity]:
+    def list(self, *, deep: bool = False) -> list[Validity]:
         """Judge every attempt, newest first.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
         """
-        return [inspect(self.path / name, deep) for name in self.names(run)]
+        return [inspect(self.path / name, deep) for name in self.names()]
 
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
         """The newest valid checkpoint (of step ``at``), and the newer ones with the reason why they are not.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -66,7 +66,7 @@ class Item(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-def read_dcp(folder: Path, scratch: Path, progress: Callable[[int], object] = int) -> dict[str, Any]:
+def read_dcp(folder: Path, scratch: Path) -> dict[str, Any]:
     """The tree of tensors and plain values of a DCP directory; its tensors lie in a scratch file in ``scratch``.
 
     Raises:
@@ -86,7 +86,6 @@ def read_dcp(folder: Path, scratch: Path, progress: Callable[[int], object] = in
                 value = tensors[name]
                 for chunk in item.chunks:
                     _copy(directory, chunk, value, where)
-                    progress(chunk.size_bytes)
             _insert(root, item.path, value, where)
     made = _lists(root)
     if not isinstance(made, dict):

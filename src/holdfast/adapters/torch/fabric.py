@@ -265,16 +265,16 @@ class Fabric:
         if not self._pending:
             self._ended_ns = time.monotonic_ns()
 
-    def quiesce(self, timeout_s: float = QUIESCE_S) -> bool:
+    def quiesce(self) -> bool:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
 
-        Call it after a poison and before buffers are restored. A gloo collective that has not ended by then sits in a
-        wait whose sockets are shut: it ends later with an error and writes nothing.
+        Call it after a poison and before buffers are restored. A gloo collective that has not ended after ``QUIESCE_S``
+        sits in a wait whose sockets are shut: it ends later with an error and writes nothing.
 
         Returns: False when an NCCL abort did not return: kill and replace this process.
         """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        deadline_s = time.monotonic() + QUIESCE_S
+        while time.monotonic() < deadline_s:
             with self._lock:
                 works = list(self._pending.values())
                 inners = self._inners()
