@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.council import KvBack, KvForward
+from holdfast.core.council import PeerMessage
 from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
@@ -54,7 +54,7 @@ from holdfast.runtime.council import Council
 from holdfast.runtime.death import read_death
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.evidence import sample
-from holdfast.runtime.kv import KvServer
+from holdfast.runtime.keys import Keys
 from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
     Processes,
@@ -97,10 +97,7 @@ class AgentDaemon:
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: Buddies | None = None
-        self._kv = KvServer(run.pages() / "kv.log")
-        self._kv_node: NodeId | None = None  # whose agent owns the key space; None: this one
-        self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer yet
-        self._asked_by: dict[MemberId, NodeId] = {}  # nodes of the workers of others
+        self._keys = Keys(self._node_id, run.pages() / "kv.log", self._reply, self._send_peer)
         config = agent_config(self._settings)
         self._driver = Driver(Agent(config), self._journal, self._execute)
         self._procs = Processes(
@@ -114,8 +111,8 @@ class AgentDaemon:
             self._settings,
             self._journal,
             self._driver.post,
-            on_kv=self._heard_kv,
-            on_here=self._peer_here,
+            on_kv=self._keys.heard,
+            on_here=self._keys.line_is_up,
             on_job=self._join_job,
             on_end=self._refused_by_job,
         )
@@ -264,43 +261,11 @@ class AgentDaemon:
         if member_id is None or getattr(message, "member_id", member_id) != member_id:
             self._refuse(channel)
         elif isinstance(message, KvRequest):
-            self._kv_request(member_id, message)
+            self._keys.request(member_id, message)
         else:
             if isinstance(message, SessionOpened) and self._settings.several:
                 leave_probe(message.root, self._settings)
             self._driver.post(message)
-
-    # ------------------------------------------------------------ key-value store
-
-    def _kv_request(self, member_id: MemberId, request: KvRequest) -> None:
-        """Serve it, or let the agent serve it that owns the key space of the generation."""
-        if self._kv_node is None or self._council.peers is None:
-            self._serve_kv(member_id, request)
-            return
-        forward = KvForward(member_id=member_id, request=request)
-        self._forwarded[member_id, request.request_id] = forward
-        self._council.peers.send(self._kv_node, forward)
-
-    def _home_keys(self, node_id: str) -> None:
-        self._kv_node = NodeId(node_id) if node_id not in ("", self._node_id) else None
-
-    def _serve_kv(self, member_id: MemberId, request: KvRequest) -> None:
-        self._answer(self._kv.request(time.monotonic(), member_id, request))
-        if request.op == "wait":
-            asyncio.get_running_loop().call_later(request.timeout_s, self._expire)
-
-    def _heard_kv(self, node_id: NodeId, message: KvForward | KvBack) -> None:
-        if isinstance(message, KvForward):
-            self._asked_by[message.member_id] = node_id
-            self._serve_kv(message.member_id, message.request)
-        elif self._forwarded.pop((message.member_id, message.reply.request_id), None) is not None:
-            self._answer([(message.member_id, message.reply)])
-
-    def _peer_here(self, node_id: NodeId) -> None:
-        """A line is up again: what it may have swallowed is asked once more (changes are made once)."""
-        if node_id == self._kv_node and self._council.peers is not None:
-            for forward in self._forwarded.values():
-                self._council.peers.send(node_id, forward)
 
     # ------------------------------------------------------------ job of several nodes
 
@@ -337,23 +302,20 @@ class AgentDaemon:
         member_id = self._member_of.pop(channel, None)
         if member_id is not None and self._workers.get(member_id) is channel:
             del self._workers[member_id]
-            self._kv.forget(member_id)
-            for key in [key for key in self._forwarded if key[0] == member_id]:
-                del self._forwarded[key]
+            self._keys.forget(member_id)
             if member_id in self._dying:
                 self._bury(member_id)
 
-    def _expire(self) -> None:
-        self._answer(self._kv.expire(time.monotonic()))
+    def _reply(self, member_id: MemberId, reply: KvReply) -> bool:
+        """To a worker of this node, if it is one."""
+        channel = self._workers.get(member_id)
+        if channel is not None:
+            channel.send(reply)
+        return channel is not None
 
-    def _answer(self, replies: list[tuple[MemberId, KvReply]]) -> None:
-        for member_id, reply in replies:
-            channel = self._workers.get(member_id)
-            if channel is not None:
-                channel.send(reply)
-            elif member_id in self._asked_by and self._council.peers is not None:
-                back = KvBack(member_id=member_id, reply=reply)
-                self._council.peers.send(self._asked_by[member_id], back)
+    def _send_peer(self, node_id: NodeId, message: PeerMessage) -> None:
+        assert self._council.peers is not None, "one node has no peers"
+        self._council.peers.send(node_id, message)
 
     def _started(self, member_id: MemberId, pid: int) -> None:
         self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
@@ -379,7 +341,7 @@ class AgentDaemon:
         if is_spare(member_id):
             self._run.page_path(member_id).unlink(missing_ok=True)
         elif all(map(is_spare, self._procs.living)):
-            self._kv.clear()  # nobody of this generation is left here; the next one begins after this is told
+            self._keys.clear()  # nobody of this generation is left here; the next one begins after this is told
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
             asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
@@ -415,7 +377,7 @@ class AgentDaemon:
                 self._askers.popleft().send(message)
         else:
             if isinstance(message, Resume):
-                self._home_keys(message.kv_node)
+                self._keys.live_at(message.kv_node)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
             if channel is not None:
                 # One that reconnects says where it stands; the machine tells it again.
@@ -450,7 +412,7 @@ class AgentDaemon:
 
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation."""
-        self._home_keys(order.kv_node)
+        self._keys.live_at(order.kv_node)
         for single in self._orders(order):
             self._procs.start(single)
 
@@ -478,7 +440,7 @@ class AgentDaemon:
             self._procs.kill(call.spare)
             self._start(call.order)
             return
-        self._home_keys(call.order.kv_node)
+        self._keys.live_at(call.order.kv_node)
         (order,) = self._orders(call.order)
         self._procs.call(call.spare, order)
         seat = order.assignment
