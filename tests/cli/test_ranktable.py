@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.cli import table as tables
 from holdfast.cli.flags import FLAGS
-from holdfast.cli.table import place
+from holdfast.cli.placing import place
 from holdfast.errors import UsageError
 from holdfast.runtime.ranktable import make
 from tests.cli.command import HOLDFAST, Run, clean_environment

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.cli.flags import BY_KEY, FLAGS
-from holdfast.cli.table import place
+from holdfast.cli.placing import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
