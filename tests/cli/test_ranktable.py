@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import table as tables
+from holdfast.cli import placing
 from holdfast.cli.flags import FLAGS
 from holdfast.cli.placing import place
 from holdfast.errors import UsageError
@@ -114,14 +114,14 @@ def test_a_table_of_the_environment_gives_way_to_flags(
 
 
 def test_a_table_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "LOOK_S", 0.01)
+    monkeypatch.setattr(placing, "LOOK_S", 0.01)
     path = write_table(tmp_path / "t", ["127.0.0.1"], 2, status="initializing")
     writer = threading.Timer(0.05, lambda: os.replace(write_table(tmp_path / "new", ["127.0.0.1"], 2), path))
     writer.start()
     assert placed(path)["nproc_per_node"] == "2"
     writer.join()
     write_table(path, ["127.0.0.1"], 2, status="initializing")
-    monkeypatch.setattr(tables, "WAIT_S", 0.0)
+    monkeypatch.setattr(placing, "WAIT_S", 0.0)
     refused(path, "the table is not ready")
 
 
