@@ -1,6 +1,6 @@
 """The memory tier: what it costs per step, and what a lost shard costs with it and without it.
 
-    python bench/memory_tier.py [--pairs 4] [--steps 64] [--kills 20] [--size 10m]
+    python bench/memory_tier.py [--pairs 4] [--steps 64] [--size 10m] [--kills 20] [--kills-size tiny]
 
 The drill's model under ``fully_shard`` over four ranks: each holds its shards alone. Steps: the same run with the tier
 off, by itself (``auto``) and at every step, one after the other, the order reversed every time; *again* is off against
@@ -76,14 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--size", default="10m")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills-size", default="tiny")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
         if given.pairs:
             costs(Path(directory), given.pairs, given.steps, given.size)
         if given.kills:
-            recoveries(Path(directory), given.kills, given.size if given.size != "10m" else "tiny")
+            recoveries(Path(directory), given.kills, given.kills_size)
 
 
 if __name__ == "__main__":
