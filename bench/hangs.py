@@ -71,8 +71,8 @@ def found(events: Sequence[Event], since_s: float, until_s: float, rank: int) ->
     stalled = next(event for event in mine if event.kind == "stalled")
     killed = next(event for event in mine if event.kind == "member_exited" and event.data["rank"] == rank)
     resumed = [event for event in mine if event.kind == "resumed"][-1]
-    times = [event.t_mono - since_s for event in (stalled, killed, resumed)]
-    return Found(*times, step_s=float(stalled.data["step_s"]))
+    suspected_s, killed_s, resumed_s = (event.t_mono - since_s for event in (stalled, killed, resumed))
+    return Found(suspected_s, killed_s, resumed_s, float(stalled.data["step_s"]))
 
 
 def row(name: str, values: Sequence[float]) -> str:

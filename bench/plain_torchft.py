@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import DataLoader, DistributedSampler
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
@@ -31,7 +31,7 @@ def main() -> None:
     data = Windows(load(size.text_bytes), size.context, size.epoch_steps * size.batch * replicas)
     sampler: DistributedSampler[Any] = DistributedSampler(data, replicas, replica, seed=settings.seed)
     loader = DataLoader(data, size.batch, sampler=sampler, num_workers=LOADER_WORKERS, drop_last=True)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def state() -> dict[str, Any]:
         return {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict()}

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -182,18 +183,18 @@ class Contenders:
 
     def dcp_save(self, where: Path) -> Begun:
         """torch's distributed checkpoint, in the step."""
-        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(str(where), sync_files=True))
+        save_dcp(self.state, storage_writer=FileSystemWriter(str(where), sync_files=True))
         return nothing
 
     def dcp_async(self, where: Path) -> Begun:
         """The same from its background process, with its shared-memory stager kept between saves: its best."""
-        future = dcp.async_save(
+        future = async_save(
             self.state,
-            storage_writer=dcp.FileSystemWriter(str(where), sync_files=True),
+            storage_writer=FileSystemWriter(str(where), sync_files=True),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=self._stager,
         )
-        upload = getattr(future, "upload_completion", future)
+        upload = future.upload_completion if isinstance(future, AsyncSaveResponse) else future
         return lambda: upload.result() and None
 
     def close(self) -> None:

@@ -28,8 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -146,7 +148,7 @@ class Contenders:
         self.target = state("rows4", self.rank, empty=True)
         self.layout = "rows4"
         mesh = init_device_mesh("cpu", (RANKS,))
-        local = {s.fqn: torch.from_numpy(s.array) for s in self.target.shards}  # type: ignore[arg-type]
+        local = {s.fqn: torch.from_numpy(s.array) for s in self.target.shards}
         self.local = local
         self.sharded: dict[str, Any] = {
             name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in local.items()
@@ -155,7 +157,7 @@ class Contenders:
     def prepare(self) -> None:
         """Write the files of the others, and one raw file per rank."""
         mine = state("rows4", self.rank, empty=False)
-        tensors = {s.fqn: torch.from_numpy(s.array) for s in mine.shards}  # type: ignore[arg-type]
+        tensors = {s.fqn: torch.from_numpy(s.array) for s in mine.shards}
         for name in ("raw", "torch", "safetensors", "dcp"):
             (self.directory / name).mkdir(exist_ok=True)
         torch.save(tensors, self.directory / "torch" / f"{self.rank}.pt")
@@ -166,7 +168,7 @@ class Contenders:
             file.truncate(STATE_SIZE_BYTES // RANKS)
         mesh = init_device_mesh("cpu", (RANKS,))
         given = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
-        dcp.save(given, storage_writer=dcp.FileSystemWriter(str(self.directory / "dcp"), sync_files=True))
+        save_dcp(given, storage_writer=FileSystemWriter(str(self.directory / "dcp"), sync_files=True))
 
     def aim(self, layout: str) -> None:
         """Allocate the targets of another layout."""
@@ -208,7 +210,7 @@ class Contenders:
 
     def dcp_load(self) -> None:
         """torch's distributed checkpoint."""
-        dcp.load(self.sharded, storage_reader=dcp.FileSystemReader(str(self.directory / "dcp")))
+        load_dcp(self.sharded, storage_reader=FileSystemReader(str(self.directory / "dcp")))
 
     def torch_mmap(self) -> None:
         """torch.load(mmap=True) and a copy into the live tensors."""

@@ -43,8 +43,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         pages = [Page.create(Path(directory) / f"page-{n}", member=n + 1, rank=n) for n in range(WORKERS)]
         page = pages[0]
-        client: Any = SimpleNamespace(page=page, generation=Generation(1, 1), member_id=1)
-        rank = Rank(cast(Any, None), client, lambda settle: None)
+        client: Any = SimpleNamespace(
+            page=page, generation=Generation(1, 1), member_id=1, joining=False, stand_in=None
+        )
+        rank = Rank(cast(Any, None), client)
         fabric = Fabric()
         fabric.on_collective(rank.count_collective, rank.waited)
         works = [cast(Any, SimpleNamespace(settled=lambda: True)) for _ in range(COLLECTIVES)]
