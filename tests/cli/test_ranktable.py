@@ -19,7 +19,7 @@ from holdfast.cli.placing import place
 from holdfast.errors import UsageError
 from holdfast.runtime.ranktable import make
 from tests.cli.command import HOLDFAST, Run, clean_environment
-from tests.runtime.runs import LOOP
+from tests.runtime.runs import LOOP, without_torch
 
 SCRIPT = f"""
 import os
@@ -27,13 +27,6 @@ names = ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "RANK_TABLE_FILE", "RANK", "WORLD_
 open(f"told-{{os.environ['RANK']}}", "w").write(" ".join(os.environ[name] for name in names))
 {LOOP}
 """
-
-
-def without_torch(base: Path) -> dict[str, str]:
-    """The environment of a run that starts in a tenth of the time."""
-    (base / "stub" / "torch").mkdir(parents=True)
-    (base / "stub/torch/__init__.py").write_text("raise ModuleNotFoundError('none', name='torch')\n")
-    return {"PYTHONPATH": f"{base / 'stub'}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def write_table(path: Path, hosts: list[str], nproc: int, **changes: Any) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import HOLDFAST, Run, clean_environment
+from tests.runtime.runs import without_torch
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +34,10 @@ if "wait" in sys.argv:
 
 
 @pytest.fixture(autouse=True)
-def script(tmp_path: Path) -> None:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that needs no torch, where there is none."""
+    for name, value in without_torch(tmp_path).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "train.py").write_text(SCRIPT)
 
 

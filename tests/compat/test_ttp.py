@@ -18,6 +18,7 @@ from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.spawn import free_port
 from tests.cli.command import clean_environment
+from tests.ranks import statuses
 from tests.runtime.runs import exists, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.torch]
@@ -31,17 +32,15 @@ STEPS = 30
 def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[journal.Event]]:
     """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
     log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
-    command = [sys.executable, str(HERE / "ranks.py"), str(world), str(HERE / "train.py"), str(STEPS),
-               str(free_port()), str(folder), *([fault] if fault else [])]  # fmt: skip
+    command = [str(HERE / "train.py"), str(STEPS), str(free_port()), str(folder), *([fault] if fault else [])]
     env = clean_environment({LOG_VARIABLE: str(log), "GLOO_SOCKET_IFNAME": "lo"})
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=BOUND_S, check=False)
-    assert done.returncode == 0, done.stderr
+    codes = statuses(world, *command, env=env)
 
     def gone() -> bool:
         return any(event.kind == "gone" for event in journal.read(log).events)
 
     until("the controller ends", gone, 10)
-    return [int(word) for word in done.stdout.split()], list(journal.read(log).events)
+    return codes, list(journal.read(log).events)
 
 
 def final(folder: Path) -> set[bytes]:

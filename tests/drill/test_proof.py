@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import combinations, groupby, product
 from pathlib import Path
@@ -24,20 +21,16 @@ from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.runtime.settings import RunSettings
+from tests.ranks import statuses
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3
 
 
 def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str] = COMPARED) -> str:
-    """What the bare twin ends with under plain torchrun (four ranks)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC)]
-    script = ["-m", "holdfast.drill.bare", "--size", "tiny", "--layout", layout, "--steps", str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, *script, "--result", str(directory)],
-        env=environment, check=True, timeout=200, capture_output=True,
-    )  # fmt: skip
+    """What the bare twin ends with (four ranks)."""
+    twin = ("-m", "holdfast.drill.bare", "--size", "tiny", "--layout", layout, "--steps", str(steps))
+    assert statuses(NPROC, *twin, "--result", str(directory)) == [0] * NPROC
     return digest_of_results(directory, NPROC, compared)
 
 

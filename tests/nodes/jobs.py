@@ -15,7 +15,7 @@ from holdfast.runtime.ranktable import make
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
-from tests.runtime.runs import LOOP, exists, until
+from tests.runtime.runs import LOOP, exists, until, without_torch
 
 BOUND_S = 60.0
 
@@ -74,12 +74,7 @@ class Hosts:
         self.token.write_text(secrets.token_hex(32))
         self.env = clean_environment({"HOLDFAST_CHECKPOINT": str(base / "checkpoints")})
         if not torch:
-            stub = base / "stub" / "torch"
-            stub.mkdir(parents=True)
-            (stub / "__init__.py").write_text(
-                "raise ModuleNotFoundError('no torch in this test', name='torch')\n"
-            )
-            self.env["PYTHONPATH"] = f"{stub.parent}:{self.env.get('PYTHONPATH', '')}"
+            self.env |= without_torch(base)
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
         self.homes = {index: f"host{index}" for index in range(len(net.names))}
 

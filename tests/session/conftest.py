@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.session.test_jobs import Result, start
+from tests.ranks import statuses
+from tests.session.test_jobs import JOB, RANKS, STEPS, Result
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +19,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
 
     def run(layout: str) -> Result:
         if layout not in known:
-            known[layout] = start("torchrun", tmp_path_factory.mktemp("bare"), "--bare", "--layout", layout)
-            assert known[layout].code == 0, known[layout].output
+            result = tmp_path_factory.mktemp("bare")
+            what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout)
+            assert statuses(RANKS, JOB, *what) == [0] * RANKS
+            known[layout] = Result(0, "", result)
         return known[layout]
 
     return run
