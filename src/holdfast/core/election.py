@@ -163,6 +163,7 @@ class Election:
 
     def _search(self, *, was_leader: bool) -> None:
         """Nobody leads, as far as this agent knows."""
+        gone = "" if self.lead is None or was_leader else self.lead.leader
         self.lead = None
         self.role = "follower"
         self._timer("alone", self.config.alone_s)
@@ -170,10 +171,12 @@ class Election:
         if electorate is not None and self.me in electorate.voters and (was_leader or electorate.quorum == 1):
             self._campaign()
         else:
-            self._timer("campaign", self._turn_s())
+            self._timer("campaign", self._turn_s(gone))
 
-    def _turn_s(self) -> float:
-        voters = self.kept.electorate.voters if self.kept.electorate is not None else ()
+    def _turn_s(self, gone: str = "") -> float:
+        """When this voter campaigns; ``gone`` is who led, and has no turn."""
+        electorate = self.kept.electorate
+        voters = [v for v in electorate.voters if v != gone] if electorate is not None else []
         place = voters.index(self.me) if self.me in voters else len(voters)
         return self.config.stagger_s * (1 + place)
 

@@ -19,6 +19,7 @@ THIN_LINEAR_TIMEOUTS = (
     16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
 )
 SEND_TIMEOUT_S = 10.0
+DIAL_AGAIN_S = 0.25
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
 RECEIVE_SIZE_BYTES = 256 * 1024
 BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
@@ -90,8 +91,33 @@ class Hub(Generic[M]):
         """
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_connection(lambda: Channel(self, role=role), host, port)
-        await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
+        try:
+            await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
+        except BaseException:
+            channel.abort()
+            raise
         return channel
+
+    async def connect_soon(self, host: str, port: int, role: str) -> Channel[M]:
+        """As :meth:`connect`, with another dial beside each that has no answer yet, and the first to succeed counts.
+
+        TCP repeats a lost first packet after a second, then after two: too rarely on a line that loses many.
+        """
+        dials: set[asyncio.Task[Channel[M]]] = set()
+        try:
+            while True:
+                dials.add(asyncio.create_task(self.connect(host, port, role)))
+                done, dials = await asyncio.wait(
+                    dials, timeout=DIAL_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                good = [dial.result() for dial in done if dial.exception() is None]
+                for late in good[1:]:
+                    late.abort()
+                if good or (done and not dials):
+                    return good[0] if good else done.pop().result()
+        finally:
+            for dial in dials:
+                dial.cancel()
 
 
 class Channel(asyncio.Protocol, Generic[M]):

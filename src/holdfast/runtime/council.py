@@ -54,7 +54,7 @@ from holdfast.store.opening import open_store
 from holdfast.store.place import Place, Url, place_of
 
 SILENT_ALONE_S = 15.0  # on one machine a silent controller is only busy, most of the time
-SILENT_S = 2.5
+SILENT_S = 2.0
 GATHER_S = 2.0  # with enough nodes for the ranks there, wait so long for the spares
 FORM_S = 120.0
 POLL_S = 0.05

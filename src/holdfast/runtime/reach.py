@@ -70,7 +70,7 @@ class ControllerLink:
         if endpoint is None or not is_controller(endpoint.pid, self._run):
             return None
         try:
-            await self._connect(endpoint.host, endpoint.port)
+            await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return None
         self._pid = endpoint.pid
@@ -156,7 +156,7 @@ class ControllerLink:
         while True:
             try:
                 async with asyncio.timeout(FOLLOW_S):
-                    await self._connect(host, port)
+                    self._channel = await self._hub.connect_soon(host, port, "agent")
                 break
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > deadline:
@@ -166,9 +166,6 @@ class ControllerLink:
             await asyncio.sleep(10 * POLL_S)
         self._pid = 0
         self._post(ControllerHere())
-
-    async def _connect(self, host: str, port: int) -> None:
-        await self._hub.connect(host, port, "agent")
 
     def _spawn(self, term: int, alone: bool) -> None:
         self._run.endpoint_path("controller").unlink(missing_ok=True)
