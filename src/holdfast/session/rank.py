@@ -60,6 +60,9 @@ class Calls(NamedTuple):
     resume: Callable[[], None] = lambda: None  # client thread: the job goes on in place
     rewind: Callable[[int], None] = lambda step: None  # main thread: go back to the kept state of this step
     kept: Callable[[], tuple[int, ...]] = tuple  # steps of which the memory tier has this rank's state
+    joined: Callable[[int], object] = lambda step: (
+        None
+    )  # main thread of a newcomer: time until all go on at this step
 
 
 class Rank:
@@ -464,6 +467,7 @@ class Rank:
             return
         self.joining = False
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
+        self._calls.joined(self.step)
         self.await_resume()
 
     def leave_loop(self) -> bool:

@@ -158,7 +158,10 @@ class Session:
             self._tier, copies=settings.copies,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
-        self._rank.connect(Calls(self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps))
+        plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
+        self._rank.connect(
+            Calls(self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead)
+        )
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             return self
