@@ -193,7 +193,7 @@ def test_hello_messages_handlers_and_tasks(run: RunDir) -> None:
         until("both", lambda: desk.kinds() == ["WorkerHello", "SessionOpened"])
         assert Client.current() is client and client.connected
         assert client.kv("set", ("echo",), value=b"x").value == b"x"
-        client.run_task("one", lambda: threads.append(threading.current_thread().name))
+        client.run_task(lambda: threads.append(threading.current_thread().name))
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
         until("fence", lambda: got and threads)
         assert client.fenced and threads == ["holdfast-task"]
@@ -288,7 +288,7 @@ client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, loca
                 local_world_size=1, page=page,
                 run_dir=Path(sys.argv[1]), orphan_s=0.3)
 if sys.argv[3] == "task":
-    client.run_task("broken", lambda: 1 / 0)
+    client.run_task(lambda: 1 / 0)
 client.start()
 print("buffered", end="")
 while sys.argv[3] == "busy":

@@ -121,7 +121,7 @@ class Client:
         self._repeated: dict[type[Message], Message] = {}
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count(1)
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         self._channel: BlockingChannel[WireMessage] | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -172,9 +172,9 @@ class Client:
         """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""
         self._handlers[kind] = cast(Callable[[Message], None], handler)
 
-    def run_task(self, name: str, fn: Callable[[], None]) -> None:
-        """Run ``fn`` after the tasks before it, in the task thread."""
-        self._tasks.put((name, fn))
+    def run_task(self, task: Callable[[], None]) -> None:
+        """Run ``task`` after the tasks before it, in the task thread."""
+        self._tasks.put(task)
 
     def on_orphaned(self, handler: Callable[[], None]) -> None:
         """Call ``handler`` when no agent answered for ``orphan_s``. Without one the process exits ``ORPHANED``."""
@@ -417,7 +417,7 @@ class Client:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task[1]()
+            task()
 
     def _forget(self) -> None:
         """In a forked child (a data loader's): the line is the parent's; do not keep its socket open."""

@@ -333,12 +333,12 @@ class Saver:
         if client is None:
             return
         if settle.vouch:
-            client.run_task("vouch", lambda: self._vouch(client, settle))
+            client.run_task(lambda: self._vouch(client, settle))
         if settle.then == "replace" and self._giver is not None:
             giver = self._giver
-            client.run_task("give", lambda: giver.give(settle))
+            client.run_task(lambda: giver.give(settle))
         if settle.save is not None and self._adapter.rank in settle.save.sources:
-            client.run_task("last-gasp", lambda: self._last_gasp(settle))
+            client.run_task(lambda: self._last_gasp(settle))
 
     def _vouch(self, client: Client, settle: Settle) -> None:
         """Tell the digests of what this rank is about to save or to give."""
