@@ -308,6 +308,7 @@ def _blocks(version: str, servers: Sequence[tuple[str, Server]], found: _Mistake
 
 def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> None:
     """Every host is in one super pod, and the hosts of one stand together."""
+    known = frozenset(names)
     pod_of: dict[str, str] = {}
     pods: list[tuple[str, str]] = []
     for i, item in enumerate(_list(value, "super_pod_list", "", found) or ()):
@@ -322,7 +323,7 @@ def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> N
             name = _text(each, "server_id", here, found) if isinstance(each, dict) else None
             if name is None:
                 continue
-            if name not in names:
+            if name not in known:
                 found.add(f"{here}.server_id", f"{_shown(name)} is not in server_list")
             elif name in pod_of:
                 found.add(
