@@ -21,6 +21,7 @@ from holdfast.core.messages import (
     Ack,
     ExitRun,
     Fence,
+    JoinAsked,
     KvReply,
     KvRequest,
     Leave,
@@ -223,18 +224,20 @@ def test_a_reconnected_client_says_again_what_may_have_been_lost(run: RunDir) ->
         client.hello = lambda: ("ready", 4)
         with Desk(run) as desk:
             opened = SessionOpened(member_id=ME, generation=FIRST, step=3)
+            asked = JoinAsked(member_id=ME, generation=FIRST)
             client.send(opened)
-            until("both", lambda: len(desk.heard) == 2)
+            client.send(asked)
+            until("all", lambda: len(desk.heard) == 3)
         until("away", lambda: not client.connected)
         failed = WorkerFailed(
             member_id=ME, generation=FIRST, step=4, kind="k", what="w", traceback="t", digest="d"
         )
         client.send(failed)
         with Desk(run) as successor:
-            until("all three", lambda: len(successor.heard) == 3)
-            hello, repeated, queued = successor.heard
+            until("all four", lambda: len(successor.heard) == 4)
+            hello, *repeated, queued = successor.heard
         assert isinstance(hello, WorkerHello) and (hello.state, hello.step) == ("ready", 4)
-        assert (repeated, queued) == (opened, failed)
+        assert (repeated, queued) == ([opened, asked], failed)
 
 
 def test_an_orphan_is_told_once(run: RunDir) -> None:

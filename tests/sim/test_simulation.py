@@ -10,9 +10,12 @@ import sys
 import pytest
 
 from holdfast.core.history import Past
+from holdfast.core.messages import JoinAsked, Joined, Message, StateOffered
+from holdfast.core.sightings import Vouched
 from holdfast.exits import Exit
 from holdfast.sim.faults import SimFault, random_faults
-from holdfast.sim.world import SimResult, run_sim
+from holdfast.sim.worker import SimWorker
+from holdfast.sim.world import SimResult, World, run_sim
 
 SEEDS = 200
 SIZES = (4, 4, 4, 6, 8, 8, 12, 16)
@@ -144,6 +147,28 @@ def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
     for seed in range(60):
         result = run_sim(3, seed, faults)
         assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", [StateOffered, Vouched, JoinAsked, Joined])
+def test_a_word_that_dies_with_its_agent_is_said_again(kind: type[Message]) -> None:
+    """The agent is killed while a word of the recovery is on its way: nobody waits for it until somebody is killed."""
+
+    class Swallowing(World):
+        struck = False
+
+        def uplink(self, worker: SimWorker, message: Message) -> None:
+            super().uplink(worker, message)
+            if isinstance(message, kind) and not self.struck:
+                self.struck = True
+                self.kill_agent(worker.node_id)
+
+    for seed in range(0, 40, 4):
+        result = run_sim(4, seed, (SimFault(kind="kill", at_s=1.0, rank=2),), world=Swallowing)
+        assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}: {result.reason}"
+        assert [r.data["action"] for r in result.records if r.kind == "verdict"] == ["replace"], (
+            f"seed {seed}"
+        )
+        assert result.time_s < 60.0, f"seed {seed}: virtual time"
 
 
 def test_spares_take_seats_and_die_without_a_trace() -> None:

@@ -85,8 +85,12 @@ REMEMBERED = (
     MemberExited,
 )
 """Kinds of which the last word of each member is repeated to a new controller, in this order."""
-REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
-"""Kinds of which a worker itself says its last word again, after its hello to the next agent."""
+REPEATED = (
+    *(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited)),
+    *(JoinAsked, Joined),
+)
+"""Kinds of which a worker itself says its last word again, after its hello to the next agent: the one before may have
+died with it. Not those that answer a standing order, which a hello has repeated."""
 UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched)
 """What a worker says; everything else that names a member is said to it."""
 
