@@ -24,7 +24,6 @@ from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
 
 FORMAT_VERSION = 1
-EXTENT_SIZE_BYTES = 8 * 1024 * 1024
 EXTENT_SIZE_BYTES_MAX = 64 * 1024 * 1024
 MANIFEST_SIZE_BYTES_MAX = 1024 * 1024 * 1024
 CATALOGUE_NAME = "catalogue.json"

@@ -1,10 +1,10 @@
 """Loading: any stored layout into any other, straight into the caller's memory, every byte verified.
 
 Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
-stored box is read in extents, because an extent is what a digest covers. An extent that is contiguous in the
-target is read into place, others are scattered from a scratch buffer, or from the page cache. Adjacent extents are
-read by one call, and hashed while the processor has them in its cache. An extent
-that fails its digest excludes its stored box, and what it should have given is asked from another copy.
+stored box is read in extents, because an extent is what a digest covers. Extents that are contiguous in the target are
+read into place, others are scattered from a scratch buffer, or from the page cache. Adjacent extents are planned, read
+and scattered together, and hashed while the processor has them in its cache. An extent that fails its digest excludes
+its stored box, and what it should have given is asked from another copy.
 
 Invariants:
 1. When the call returns, every element of every target came from an extent whose digest matched.
@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from math import prod
 
 import msgspec
 import numpy as np
@@ -30,10 +29,12 @@ import xxhash
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
 from holdfast.store.base import Attempt, InMemory, SourceFile
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, flat_regions, subtract
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, subtract
 from holdfast.store.local import THREADS_MAX, LocalAttempt, threads_of_rank
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
+from holdfast.store.reads import Read, batches_of, in_order, reads_of
+from holdfast.store.reads import Target as Target
 from holdfast.store.speakers import speakers
 from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_mapping
@@ -45,16 +46,6 @@ DIFFERENCES_SHOWN = 10
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
     1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)
 }  # fmt: skip
-
-
-class Target(msgspec.Struct, frozen=True):
-    """Where a box goes: ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
-
-    fqn: str
-    box: Box
-    dtype: str
-    buffer: memoryview
-    shape: Shape
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -80,22 +71,10 @@ class LoadReport(msgspec.Struct, frozen=True):
         return frozenset((*self.missing, *self.mismatched))
 
 
-class _Read(msgspec.Struct):
-    """One extent to read: ``into`` is its place in a target, or None when it must be scattered to ``pieces``."""
-
-    stored: Stored
-    start: int
-    size_bytes: int
-    digest: str
-    parts: Sequence[Box]
-    pieces: Sequence[tuple[Target, Box]]
-    into: memoryview | None
-
-
 class _Bad(msgspec.Struct):
     """A read that failed, with the line that names it."""
 
-    read: _Read
+    read: Read
     why: str
 
 
@@ -270,13 +249,13 @@ class Loader:
                 wanted += [
                     (target, common)
                     for target, region in read.pieces
-                    for part in read.parts
+                    for part in read.parts()
                     if (common := part.intersect(region)) is not None
                 ]
 
     def _assign(
         self, wanted: Sequence[tuple[Target, Box]], excluded: set[tuple[str, int]], why: Mapping[str, str]
-    ) -> list[_Read]:
+    ) -> list[Read]:
         """Choose stored boxes that cover each wanted region once, and cut them into reads."""
         chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
         for target, region in wanted:
@@ -288,6 +267,9 @@ class Loader:
                 if key in excluded or not hits:
                     continue
                 chosen.setdefault(key, (stored, []))[1].extend((target, hit) for hit in hits)
+                if hits == rest:
+                    rest = []
+                    break
                 rest = [piece for part in rest for piece in subtract(part, [box])]
                 if not rest:
                     break
@@ -296,27 +278,24 @@ class Loader:
                 raise CheckpointInvalid(
                     f"{self.directory.path}: no intact copy of {target.fqn}{rest[0]}: {cause}"
                 )
-        return [read for stored, pieces in chosen.values() for read in _reads(stored, pieces)]
+        limit = self.batch_size_bytes
+        return [read for stored, pieces in chosen.values() for read in reads_of(stored, pieces, limit)]
 
-    def _execute(self, reads: list[_Read]) -> list[_Bad]:
+    def _execute(self, reads: list[Read]) -> list[_Bad]:
         """Perform the reads, batch by batch, a bounded number of files open at a time."""
-        reads.sort(key=lambda r: (r.stored.name, r.start))
-        files: dict[str, list[list[_Read]]] = {}
-        for batch in _batches(reads, self.batch_size_bytes):
-            files.setdefault(batch[0].stored.name, []).append(batch)
+        names = sorted({read.stored.name for read in reads})
         bad: list[_Bad] = []
-        names = list(files)
         for first in range(0, len(names), FILES_OPEN_MAX):
-            work: list[tuple[SourceFile, list[_Read]]] = []
+            some = set(names[first : first + FILES_OPEN_MAX])
             with ExitStack() as opened:
-                for name in names[first : first + FILES_OPEN_MAX]:
-                    file = opened.enter_context(self.directory.open_file(name))
-                    work += [(file, batch) for batch in files[name]]
-                bad += self._perform_all(work)
+                files = {name: opened.enter_context(self.directory.open_file(name)) for name in sorted(some)}
+                ordered = in_order([read for read in reads if read.stored.name in some])
+                batches = batches_of(ordered, self.batch_size_bytes)
+                bad += self._perform_all([(files[batch[0].stored.name], batch) for batch in batches])
         self.read_size_bytes += sum(read.size_bytes for read in reads)
         return bad
 
-    def _perform_all(self, work: Sequence[tuple[SourceFile, list[_Read]]]) -> list[_Bad]:
+    def _perform_all(self, work: Sequence[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
         """Perform batches, one part of them per thread: neighbours in a file stay with one thread."""
         count = min(self.threads, len(work))
         if count <= 1:
@@ -328,71 +307,7 @@ class Loader:
             return [*_perform(parts[0]), *(bad for other in others for bad in other.result())]
 
 
-def _reads(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> list[_Read]:
-    """The extents of a stored box that the pieces need."""
-    record = stored.record
-    item = DTYPE_SIZE_BYTES[record.dtype]
-    reads: list[_Read] = []
-    for start, size_bytes, digest in stored.extents():
-        first = (start - record.start) // item
-        parts = stored.regions(start, size_bytes)
-        needed = [(t, r) for t, r in pieces if any(part.intersect(r) is not None for part in parts)]
-        if not needed:
-            continue
-        into = None
-        if len(needed) == 1:
-            into = _place(record.box, first, size_bytes, item, *needed[0])
-        reads.append(_Read(stored, start, size_bytes, digest, parts, needed, into))
-    return reads
-
-
-def _place(
-    box: Box, first: int, size_bytes: int, item: int, target: Target, region: Box
-) -> memoryview | None:
-    """Where flat elements from ``first`` of a stored box lie in the target, if contiguous and wanted there."""
-    goal = target.box
-    differing = [
-        d for d in range(len(box.sizes)) if (box.offsets[d], box.sizes[d]) != (goal.offsets[d], goal.sizes[d])
-    ]
-    last = differing[-1] if differing else 0
-    if any(box.sizes[d] != 1 or goal.sizes[d] != 1 for d in differing[:-1]):
-        return None
-    if differing and any(box.sizes[d] != 1 for d in range(last)):
-        return None
-    start = first
-    if differing:
-        start += (box.offsets[last] - goal.offsets[last]) * prod(box.sizes[last + 1 :])
-    stop = start + size_bytes // item
-    if start < 0 or stop > goal.numel:
-        return None
-    if region != goal and not all(region.contains(part) for part in flat_regions(goal, start, stop)):
-        return None
-    return target.buffer[start * item : stop * item]
-
-
-def _batches(reads: Sequence[_Read], limit_bytes: int) -> list[list[_Read]]:
-    """Group reads of adjacent bytes of one file into single calls."""
-    batches: list[list[_Read]] = []
-    size_bytes = 0
-    for read in reads:
-        previous = batches[-1][-1] if batches else None
-        adjacent = (
-            previous is not None
-            and previous.stored.name == read.stored.name
-            and (previous.into is None) == (read.into is None)
-            and previous.start + previous.size_bytes == read.start
-            and size_bytes + read.size_bytes <= limit_bytes
-        )
-        if adjacent:
-            batches[-1].append(read)
-            size_bytes += read.size_bytes
-        else:
-            batches.append([read])
-            size_bytes = read.size_bytes
-    return batches
-
-
-def _perform(work: Iterable[tuple[SourceFile, list[_Read]]]) -> list[_Bad]:
+def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
     """Read batches, verify every extent, scatter those that are not in place; returns the bad ones."""
     bad: list[_Bad] = []
     scratch = memoryview(b"")
@@ -414,19 +329,44 @@ def _perform(work: Iterable[tuple[SourceFile, list[_Read]]]) -> list[_Bad]:
             bad += [_Bad(read, error.message) for read in batch]
             continue
         for read, buffer in zip(batch, buffers, strict=True):
-            if xxhash.xxh3_64_hexdigest(buffer) != read.digest:
-                bad.append(_Bad(read, bad_extent(file.path, read.stored.record, read.start, read.size_bytes)))
-            elif read.into is None:
-                _scatter(read, buffer)
+            wrong = _wrong(read, buffer)
+            bad += [_Bad(read.cut(n, n + 1), _why(file, read.cut(n, n + 1))) for n in wrong]
+            if read.into is None:
+                _scatter_sound(read, buffer, wrong)
     return bad
 
 
-def _scatter(read: _Read, data: memoryview) -> None:
+def _wrong(read: Read, data: memoryview) -> list[int]:
+    """The extents that do not match their digests."""
+    size_bytes, wrong = read.stored.extent_size_bytes, []
+    for n in range(read.first, read.last):
+        at = (n - read.first) * size_bytes
+        if xxhash.xxh3_64_hexdigest(data[at : at + size_bytes]) != read.stored.record.digests[n]:
+            wrong.append(n)
+    return wrong
+
+
+def _why(file: SourceFile, read: Read) -> str:
+    return bad_extent(file.path, read.stored.record, read.start, read.size_bytes)
+
+
+def _scatter_sound(read: Read, data: memoryview, wrong: Sequence[int]) -> None:
+    """Copy what was verified to the regions that want it."""
+    begin = read.first
+    for end in (*wrong, read.last):
+        if begin < end:
+            some = read.cut(begin, end)
+            at = some.start - read.start
+            _scatter(some, data[at : at + some.size_bytes])
+        begin = end + 1
+
+
+def _scatter(read: Read, data: memoryview) -> None:
     """Copy a verified extent to the regions that want it."""
     word = _WORDS[DTYPE_SIZE_BYTES[read.stored.record.dtype]]
     elements = np.frombuffer(data, dtype=word)
     done = 0
-    for part in read.parts:
+    for part in read.parts():
         source = elements[done : done + part.numel].reshape(part.sizes)
         done += part.numel
         for target, region in read.pieces:

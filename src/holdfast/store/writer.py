@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -30,7 +30,7 @@ from holdfast.store import manifest as form
 from holdfast.store.base import Attempt, Put
 from holdfast.store.codec import Header, StoredTensor, dcp_metadata, encode_header
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.manifest import EXTENT_SIZE_BYTES, BoxRecord, FileEntry, RankManifest
+from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place
 from holdfast.store.plan import Plan, WriteItem
@@ -38,6 +38,11 @@ from holdfast.store.validity import read_index, seal_of, share_damage
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
 
 BLOCK_SIZE_BYTES = 16 * 1024 * 1024
+EXTENT_SIZE_BYTES = 512 * 1024
+EXTENT_SIZE_BYTES_MAX = 8 * 1024 * 1024
+EXTENTS_OF_SHARE = 2048
+"""Small extents spare a load in another layout what it does not want; a large share has larger ones, so that manifests
+stay small."""
 
 _Span: TypeAlias = tuple[int, int]
 """First byte of an extent in its file, and the one after its last."""
@@ -120,16 +125,17 @@ def write_share(
         _put_catalogue(directory, catalogue, rank, form.CATALOGUE_NAME)
         if plan.copies > 1:
             _put_catalogue(directory, catalogue, rank, form.copy_name(form.CATALOGUE_NAME))
+        groups = files_of(plan.items(rank), catalogue)
+        extent = _extent_size_bytes(groups, catalogue)
         share = _Share(
-            directory, save_id, catalogue, source, rank, threads, direct and threads == 1, progress
+            directory, save_id, catalogue, source, rank, extent, threads, direct and threads == 1, progress
         )
         name = form.rank_name(rank)
         done = directory.exists(name)
-        groups = files_of(plan.items(rank), catalogue)
         files, records = share.measure(groups) if done else share.write(groups)
         manifest = RankManifest(
             form.FORMAT_VERSION, save_id, rank, catalogue.world, catalogue.digest, plan.sources, plan.copies,
-            EXTENT_SIZE_BYTES, tuple(files), tuple(records), common, own,
+            extent, tuple(files), tuple(records), common, own,
         )  # fmt: skip
         data = form.encode_manifest(manifest)
         _put_manifest(directory, data, rank, name)
@@ -178,6 +184,7 @@ class _Share:
         catalogue: Catalogue,
         source: TensorSource,
         rank: int,
+        extent_size_bytes: int,
         threads: int,
         direct: bool,
         progress: Callable[[int], object],
@@ -187,6 +194,7 @@ class _Share:
         self.catalogue = catalogue
         self.source = source
         self.rank = rank
+        self.extent_size_bytes = extent_size_bytes
         self.threads = 1 if directory.in_order else threads
         self.direct = direct
         self.progress = progress
@@ -226,7 +234,7 @@ class _Share:
         """Hash every extent of one file behind its header and hand it to ``put``."""
         tensors = self.catalogue.by_fqn
         head, header = head_of_file
-        spans = [list(_extents(place)) for place in header.tensors]
+        spans = [_extents(place, self.extent_size_bytes) for place in header.tensors]
         run = self.source.run(items) if self.direct and isinstance(self.source, ContiguousSource) else None
         if run is not None:
             digests = iter(self._beside(list(chain.from_iterable(spans)), header.data_start, run, put))
@@ -321,9 +329,18 @@ def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[Writ
     return groups
 
 
-def _extents(place: StoredTensor) -> Iterator[_Span]:
-    for start in range(place.start, place.stop, EXTENT_SIZE_BYTES):
-        yield start, min(start + EXTENT_SIZE_BYTES, place.stop)
+def _extent_size_bytes(groups: Sequence[Sequence[WriteItem]], catalogue: Catalogue) -> int:
+    """Small ones, as long as the share has not too many of them."""
+    share = sum(i.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[i.fqn].dtype] for g in groups for i in g)
+    size_bytes = EXTENT_SIZE_BYTES
+    while size_bytes < EXTENT_SIZE_BYTES_MAX and share > EXTENTS_OF_SHARE * size_bytes:
+        size_bytes *= 2
+    return size_bytes
+
+
+def _extents(place: StoredTensor, size_bytes: int) -> list[_Span]:
+    edges = range(place.start, place.stop, size_bytes)
+    return [(start, min(start + size_bytes, place.stop)) for start in edges]
 
 
 def _encode_all(
