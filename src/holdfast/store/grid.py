@@ -136,26 +136,37 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             return False
         return math.prod(self._steps[:, :, 0, 0].ravel().tolist()) == len(self.cells)
 
-    def on(self, shape: Shape) -> Held:
-        """The boxes on a tensor of ``shape``. One without elements has one box, the whole, held by all."""
+    def on(self, shape: Shape, among: Sequence[int] | None = None) -> Held:
+        """The boxes on a tensor of ``shape``. One without elements has one box, the whole, held by all.
+
+        Args:
+            among: at least those of these entries are wanted, the others need not be computed.
+        """
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
             return Held(zero, np.array([shape], np.int64), zero[:, 0] * 0, {0: tuple(sorted(self.ranks))})
         if self.boxes:
             return Held(*self._listed, np.arange(len(self.boxes)), {})
-        offsets = np.zeros((len(self.cells), len(shape)), np.int64)
+        # Cells that are one box on this shape are only found when all are looked at.
+        entries = (
+            np.arange(len(self.cells)) if among is None or not self._regular else np.array(among, np.int64)
+        )
+        steps = self._steps if len(entries) == len(self.cells) else self._steps[:, :, entries]
+        offsets = np.zeros((len(entries), len(shape)), np.int64)
         sizes = np.empty_like(offsets)
+        some = np.ones(len(entries), np.bool)
         for dimension, length in enumerate(shape):
-            left: Integers = np.full(len(self.cells), length, np.int64)
-            for level in range(len(self._steps)):
-                parts, index = self._steps[level, dimension].T
+            left: Integers = np.full(len(entries), length, np.int64)
+            for level in range(len(steps)):
+                parts, index = steps[level, dimension].T
                 chunk = -(-left // parts)
                 start = np.minimum(index * chunk, left)
                 offsets[:, dimension] += start
                 left = np.minimum(chunk, left - start)
             sizes[:, dimension] = left
-        full = np.nonzero((sizes > 0).all(axis=1))[0]
-        held = Held(offsets[full], sizes[full], full, {})
+            some &= left > 0
+        full = np.nonzero(some)[0]
+        held = Held(offsets[full], sizes[full], entries[full], {})
         return held if self._regular else self._merged(held)
 
     def _merged(self, held: Held) -> Held:

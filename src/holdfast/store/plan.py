@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 
 import msgspec
@@ -146,7 +147,10 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
                 sizes = np.append(sizes, np.zeros(len(self.groups) - len(sizes), np.int64))
             weight = sum(DTYPE_SIZE_BYTES[tensor.dtype] for tensor in tensors)
             alive = groups >= 0
-            np.add.at(sizes, groups[alive], held.sizes[alive].prod(axis=1) * weight)
+            elements = reduce(
+                np.multiply, held.sizes[alive].T, np.ones((), np.int64)
+            )  # faster than prod(axis=1)
+            np.add.at(sizes, groups[alive], elements * weight)
             holes = self._holes(kind, held, alive)
             if holes:
                 self.lost.append((kind, holes))
@@ -216,10 +220,11 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         names = list(self.groups)
         mine = np.array([rank in ranks for ranks in names] + [False])  # the last one: nobody alive
         found: dict[tuple[int, tuple[int, ...]], list[tuple[int, Box]]] = {}
+        own = [grid.entries_of(rank) for grid in self.catalogue.grids]
         for kind in self.kinds:
             grid = self.catalogue.grids[kind[0]]
-            if rank in grid.ranks:
-                held = grid.on(kind[1])
+            if own[kind[0]]:
+                held = grid.on(kind[1], own[kind[0]])
                 groups = self._groups_of(kind[0], held)
                 places = np.nonzero(mine[groups])[0]
                 found[kind] = list(zip(groups[places].tolist(), held.boxes(places), strict=True))
