@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from holdfast.adapters.numpy import NumpyState
 from holdfast.cli.ckpt import ranges
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store import tools
 from holdfast.store.codec import decode_header
+from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+from holdfast.store.plan import plan
 from holdfast.store.policy import best_interval_s, retention
 from holdfast.store.root import Root
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import inspect
+from holdfast.store.writer import write_share
 from tests.store.test_damage import flip
 from tests.store.worlds import World, grid, pipeline, random_array, save, save_id
 
@@ -84,6 +89,34 @@ def test_holdings_name_the_redundancy_groups(tmp_path: Path) -> None:
     found = {(h.fqn, h.ranks) for h in holdings(tmp_path / save_id().directory())}
     assert found == {("stage0.weight", (0, 1)), ("stage1.weight", (2, 3)), ("step", (0, 1, 2, 3))}
     assert [h.fqn for h in holdings(tmp_path / save_id().directory(), "st*1.*")] == ["stage1.weight"]
+
+
+def test_a_catalogue_that_says_millions_of_holders_takes_no_memory_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """300 KB of catalogue, 300 tensors x 2049 boxes: rank 0 holds everything, 2048 others a part of each."""
+    names, parts = [f"w{n:03d}" for n in range(300)], 2048
+    state = NumpyState.whole({name: np.zeros(parts, np.uint8) for name in names})
+    layouts = {0: state.layout(0, parts + 1)}
+    for rank in range(1, parts + 1):
+        box = Box((rank - 1,), (1,))
+        layouts[rank] = RankLayout(
+            rank, tuple(TensorMeta(name, "U8", (parts,), box) for name in names), parts + 1
+        )
+    catalogue = Catalogue.from_layouts(layouts)
+    write_share(tmp_path, save_id(), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
+    path = tmp_path / save_id().directory()
+    tracemalloc.start()
+    try:
+        assert sum(len(one.ranks) for one in holdings(path)) == 300 * 2049
+        assert tracemalloc.get_traced_memory()[1] < 30e6
+    finally:
+        tracemalloc.stop()
+    assert answer(["ckpt", "holders", str(path), "w00[0-4]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10_002 and "narrower PATTERN" in lines[-1]
+    assert answer(["ckpt", "holders", str(path), "w001", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2049
 
 
 def test_retention_keeps_the_newest_and_one_per_distance(tmp_path: Path) -> None:

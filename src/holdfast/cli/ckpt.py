@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
 
 PLAIN_WIDTH = 140
+HOLDERS_SHOWN = 10_000
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 
 
@@ -128,12 +130,18 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
         return 0
     found = holdings(resolve(str(checkpoint)), pattern)
     if as_json:
-        _say_json(found)
+        before = "["
+        for one in found:
+            click.echo(before + msgspec.json.encode(one).decode(), nl=False)
+            before = ","
+        click.echo("[]" if before == "[" else "]")
         return 0
     table = _table("tensor", "dtype", "shape", "box", "ranks")
-    for one in found:
+    for one in islice(found, HOLDERS_SHOWN):
         table.add_row(one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
     _console().print(table)
+    if next(found, None) is not None:
+        click.echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0
 
 

@@ -196,12 +196,13 @@ def _losses(log: Path) -> list[Finding]:
         what = f"not known before the first checkpoint: {error.message}"
         return [*findings, Finding("a lost rank", "poor", what)]
     alone: dict[int, int] = {}
+    least = 0
     for one in found:
+        least = min(least or len(one.ranks), len(one.ranks))
         if len(one.ranks) == 1:
             size_bytes = one.box.numel * DTYPE_SIZE_BYTES[one.dtype]
             alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + size_bytes
     if not alone:
-        least = min((len(one.ranks) for one in found), default=0)
         text = f"costs 0 steps: every box of the state has {least} holders or more (step {newest.step})"
         return [*findings, Finding("a lost rank", "good", text)]
     every = RunSettings.load(log.parent).memory_every

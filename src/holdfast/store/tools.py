@@ -43,19 +43,19 @@ class Holding(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-def holdings(path: Place, pattern: str = "*") -> list[Holding]:
-    """Who holds what, by tensor name pattern.
+def holdings(path: Place, pattern: str = "*") -> Iterator[Holding]:
+    """Who holds what, by tensor name pattern; one after the other, as they may be tensors times ranks.
 
     Raises:
-        CheckpointInvalid: the checkpoint cannot be believed.
+        CheckpointInvalid: the checkpoint cannot be believed (said at once).
     """
     catalogue = load_catalogue(path)
-    return [
+    return (
         Holding(t.fqn, t.dtype, t.shape, box, ranks)
         for t in catalogue.tensors
         if fnmatchcase(t.fqn, pattern)
         for box, ranks in catalogue.boxes(t)
-    ]
+    )
 
 
 def merge(
