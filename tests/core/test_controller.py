@@ -138,6 +138,7 @@ class Job:
             local=b'{"at": 5}',
             died_ns=int((self.now + 0.009) * 1e9),
             staged_step=how.get("staged_step", 0),
+            kept=how.get("kept", ()),
         )
         self.post(event)
 

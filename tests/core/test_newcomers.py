@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from holdfast.core.messages import AgentHello, Fence, KillMember, Send, Settle, StartMembers
+import pytest
+
+from holdfast.core.messages import (
+    AgentHello,
+    Fence,
+    JoinAsked,
+    KillMember,
+    Receive,
+    Send,
+    Settle,
+    Settled,
+    StartMembers,
+    StateOffered,
+)
 from tests.core.test_controller import NODE, Job
 
 
@@ -74,3 +87,32 @@ def test_a_decision_asks_the_planner_once() -> None:
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     assert job.record("verdict")["action"] == "replace" and asked == [(0, 2)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_whose_layout_is_lost_is_not_replaced_from_memory(known: bool) -> None:
+    """Agent and controller died with it before its rank had said it again: nobody can tell a newcomer what to hold."""
+    job = Job(2)
+    job.controller.job.uncovered = lambda layouts, sources: (
+        "" if len(sources) == 2 else "rank 1 alone held a box"
+    )
+    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    if not known:
+        del job.controller.job.roster.layouts[1]
+    job.exit(1, signal=9, kept=(5,))
+    settled = Settled(
+        member_id=job.members[0], generation=job.generation, state="aborted", step=5, kept=(5,), rewind=0
+    )
+    job.post(settled)
+    verdict = job.record("verdict")
+    if not known:
+        assert verdict["action"] == "restart_from_memory"
+        assert "rank(s) [1] published no layout" in str(verdict["evidence"])
+        return
+    assert verdict["action"] == "replace_from_memory"
+    for rank in (0, 1):
+        offer = StateOffered(member_id=job.members[0], generation=job.generation, step=5, host="h", port=1)
+        job.post(JoinAsked(member_id=job.members[1], generation=job.generation) if rank else offer)
+    assert [order.kept for order in job.sent(Receive)] == [True]

@@ -73,7 +73,7 @@ class Survey:
             or self.replacement.staged,
             unreplaceable=not_beside or no_holder,
             unequal=job.unequal,
-            memory_here=NONE if not_beside else self._memory_here(decided, answers),
+            memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),
             failures=_failures(faults),
             fewer=f"there is room for {room} of {job.world_size} ranks" if room < job.world_size else "",
@@ -120,11 +120,13 @@ class Survey:
         return step if step >= job.sealed_step else NONE
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:
-        job = self.job
-        missing = [r for r in range(job.world_size) if r not in job.roster.layouts]
-        if missing:
+        if missing := self._unpublished():
             return f"rank(s) {missing[:8]} published no layout"
-        return job.uncovered(job.roster.layouts_as_text(), sources)
+        return self.job.uncovered(self.job.roster.layouts_as_text(), sources)
+
+    def _unpublished(self) -> list[int]:
+        """Ranks whose layout nobody knows, or knows any more: no newcomer can be told what to hold in their seats."""
+        return [rank for rank in range(self.job.world_size) if rank not in self.job.roster.layouts]
 
 
 CAUSE_OF: dict[FaultKind, str] = {
