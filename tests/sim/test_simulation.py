@@ -44,6 +44,15 @@ def test_hundreds_of_seeds_keep_every_invariant() -> None:
     assert sum(r.back for r in results) > 0, "no run had a decision that took ranks in doubt back"
 
 
+@pytest.mark.parametrize(("seed", "memory"), [(807, 0), (1023, 0), (59, 2), (77, 2), (83, 2)])
+def test_flips_that_nothing_can_tell_are_no_breach(seed: int, memory: int) -> None:
+    """The last other holder dies while the update that a flip has spoilt is under way; states in memory of a job whose
+    copies differ."""
+    rng = random.Random(seed)
+    result = run_sim(4, seed, random_faults(rng, 4, 2.0, rng.randint(1, 4)), memory=memory)
+    assert (result.code, result.step) == (Exit.OK, 12)
+
+
 def test_undisturbed_run_needs_no_recovery() -> None:
     result = run_sim(8, 1)
     assert (result.code, result.step, result.recovered) == (Exit.OK, 12, 0)

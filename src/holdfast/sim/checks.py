@@ -206,7 +206,13 @@ class Checks:
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1)
         unknown = [w for w in seated if w.alive and not w.opened]  # may have died without a word
-        if newest > self.scene.store.newest_step("") and not unknown and not self.scene.memory_losses:
+        trusted = not self.distrusted  # else what is in memory may be wrong as well
+        if (
+            newest > self.scene.store.newest_step("")
+            and trusted
+            and not unknown
+            and not self.scene.memory_losses
+        ):
             raise Violation("no_committed_step_is_lost", f"{action}, all have step {newest} in memory")
 
     @staticmethod

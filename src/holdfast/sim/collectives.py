@@ -117,6 +117,12 @@ class Collectives:
 
             self.scene.later(self.scene.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
 
+    def forget_wrong(self) -> None:
+        """What a flipped bit did to the gradients is in all copies alike from now on: nothing can tell."""
+        for group in self._groups.values():
+            for round_ in group.rounds.values():
+                round_.wrong = False
+
     def _break(self, worker: Voter, chance: float) -> None:
         """The vote breaks here soon, or only when the collective times out."""
         where = (worker.machine.generation, worker.machine.step)

@@ -324,8 +324,9 @@ class SimWorker:
         self._committed()
 
     def _kept(self, step: int) -> None:
-        self.world.memory.commit(self.rank, step + 1, self.applied)
-        self._committed()
+        if self.machine.state == "updating" and self.machine.step == step:  # not torn meanwhile
+            self.world.memory.commit(self.rank, step + 1, self.applied)
+            self._committed()
 
     def _committed(self) -> None:
         self.machine.end_block()

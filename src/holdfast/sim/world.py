@@ -480,6 +480,7 @@ class World:
         if not any(w.flipped and len(self.holders(w.rank)) > 1 for w in living):
             for worker in living:
                 worker.flipped = worker.wrong = False
+            self.collectives.forget_wrong()  # an update of theirs may be under way
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
