@@ -16,7 +16,7 @@ from holdfast.core.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.grammar import DEATHS, PHASES, Fault
-from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise, steps_for
+from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
 from holdfast.drill.proof import Drill, Exercise, Verdict, require_torch
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
@@ -36,7 +36,8 @@ def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str
 
 def prove(base: Path, layout: str, faults: list[Fault]) -> Verdict:
     """Inject ``faults`` and check everything that the drill promises."""
-    drill = drill_for(base, layout, steps_for(len(faults)), SEED)
+    steps = SPACING * (len(faults) + 2)  # the last fault may still come a spacing late
+    drill = drill_for(base, layout, steps, SEED)
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
     assert verdict.passed, verdict
