@@ -230,10 +230,9 @@ def test_local_outputs_are_sane_whatever_their_layout() -> None:
     assert part.tolist() == [4, 5]
 
 
-@pytest.mark.parametrize("destroyed", [True, False])
-def test_no_thread_of_gloo_outlives_the_script(destroyed: bool) -> None:
+def test_no_thread_of_gloo_outlives_the_script() -> None:
     """One that frees a tensor while the interpreter ends aborts the process: "terminate called without ..."."""
-    code = f"""
+    code = """
 import pathlib
 import torch, torch.distributed as dist
 import holdfast.torch as ht
@@ -255,12 +254,9 @@ dist.new_group()
 dist.all_reduce(torch.ones(1))
 ht.fabric().vote_group()
 assert any("runloop" in name for name in threads()), threads()
-if {destroyed}:
-    dist.destroy_process_group()
-    print(threads(), flush=True)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]"] * (2 if destroyed else 1)
+    assert done.stdout.splitlines() == ["[]"]
