@@ -47,8 +47,13 @@ class Verifier:
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
-        self.active = every > 0 and adapter.world_size > 1 and rank.client is not None
-        self.active = self.active and isinstance(adapter, ComparesCopies)
+        several = every > 0 and adapter.world_size > 1 and rank.client is not None
+        self._compares = adapter if several and isinstance(adapter, ComparesCopies) else None
+
+    @property
+    def active(self) -> bool:
+        """There is something to compare, or will be when the layouts of the others are known."""
+        return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
         """For the ballot of ``step``: plan and digest; (0, 0) while the layouts of the others are not known."""
@@ -115,9 +120,8 @@ class Verifier:
         return sum(group.factor * self._hash(collected, extents) for group, extents in slices)
 
     def _hash(self, collected: Collected, extents: Sequence[Extent]) -> int:
-        adapter = self._adapter
-        assert isinstance(adapter, ComparesCopies)
-        return adapter.digest(collected, extents)
+        assert self._compares is not None
+        return self._compares.digest(collected, extents)
 
     def _drop_unknown(self, collected: Collected) -> None:
         """Layouts of an earlier start may name what is not there yet: nothing is compared by them."""
@@ -130,13 +134,14 @@ class Verifier:
 
     def _refresh(self) -> bool:
         """Take over the newest layouts of all ranks; True when there are new ones."""
-        rank, adapter = self._rank, self._adapter
+        rank = self._rank
+        assert self._compares is not None
         with rank.changed:
             version, layouts = rank.catalogue_version, rank.layouts
-        if version == self._version or not layouts or not isinstance(adapter, ComparesCopies):
+        if version == self._version or not layouts:
             return False
         self._version = version
         self._collected = None  # of the layouts before: whoever asked for these, the next vote collects anew
         catalogue = Catalogue.from_encoded(layouts)
-        self._copies = Copies(catalogue, adapter.rank, adapter.compares, self._every)
+        self._copies = Copies(catalogue, self._adapter.rank, self._compares.compares, self._every)
         return True
