@@ -264,10 +264,10 @@ class Buddies:
         return peers[order[0]] if order else None
 
 
-def puller(run: RunDir, me: str, rank: int) -> Callable[[int], bool]:
-    """For a worker: gets the state of a step from whichever other node of the run has it."""
+def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
+    """For a worker: gets the state of a rank and step from whichever other node of the run has it."""
 
-    def get(step: int) -> bool:
+    def get(rank: int, step: int) -> bool:
         try:
             known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
         except (OSError, msgspec.MsgspecError):

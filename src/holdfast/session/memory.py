@@ -51,10 +51,10 @@ class Tier:
         rank: knows the layouts of all ranks.
         adapter: the framework.
         directory: of the run's shared memory; None: there is no agent to outlive this process.
-        pull: with several nodes: gets this rank's state of a step from another one; False: nobody has it.
         every: steps between two states; 0: nothing is kept; AUTO: see the module.
         values: plain values common to all ranks, given the collected state and its step.
         locals_: plain values of this rank alone.
+        pull: with several nodes: gets the state of a rank and step from another one; False: nobody has it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Tier:
         every: int,
         values: Values,
         locals_: Callable[[], Mapping[str, object]],
-        pull: Callable[[int], bool] | None = None,
+        pull: Callable[[int, int], bool] | None = None,
     ) -> None:
         self._pull = pull
         self._rank = rank
@@ -202,9 +202,10 @@ class Tier:
     def _open(self, step: int) -> AbstractContextManager[Kept]:
         if self._directory is None:
             raise CheckpointInvalid("this process has no shared memory that outlives it")
+        rank = self._adapter.rank  # of a spare known only now
         if self._pull is not None and step not in self.steps():
-            self._pull(step)
-        return open_kept(self._directory, self._adapter.rank, step)
+            self._pull(rank, step)
+        return open_kept(self._directory, rank, step)
 
     def close(self) -> None:
         """The session has ended in order."""

@@ -138,14 +138,14 @@ class Session:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
         shared: Path | None = None
-        pull: Callable[[int], bool] | None = None
+        pull: Callable[[int, int], bool] | None = None
         every = AUTO if settings.memory is None else settings.memory
         if client is not None and client.run_dir is not None:
             about = RunSettings.load(client.run_dir)
             run, run_s = about.saves_as, time.time() - about.created_at
             verify_every = about.verify_every
             shared = None if library else RunDir(client.run_dir).pages()
-            pull = puller(RunDir(client.run_dir), about.node, self._adapter.rank) if about.several else None
+            pull = puller(RunDir(client.run_dir), about.node) if about.several else None
             every = about.memory_every if settings.memory is None else settings.memory
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
         self._rank = Rank(self._adapter, client)
