@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
 from holdfast.core.messages import ExitAgreed, SessionOpened
@@ -98,6 +98,34 @@ class Settings:
         self.memory = memory
 
 
+class _Run(NamedTuple):
+    """What a session needs to know of its run; ``shared`` is memory that outlives this process."""
+
+    saves_as: str
+    age_s: float = 0.0
+    verify_every: int = 0
+    memory_every: int = AUTO
+    checkpoints: Path | None = None
+    shared: Path | None = None
+    pull: Callable[[int, int], bool] | None = None
+
+
+def _run_of(client: Client | None, library: bool) -> _Run:
+    """The run of this process, or one of its own; ``library``: the job itself made it, without a launcher."""
+    if client is None or client.run_dir is None:
+        return _Run(f"solo-{secrets.token_hex(4)}")
+    place, about = RunDir(client.run_dir), RunSettings.load(client.run_dir)
+    return _Run(
+        about.saves_as,
+        time.time() - about.created_at,
+        about.verify_every,
+        about.memory_every,
+        None if library else place.checkpoints,
+        None if library else place.pages(),
+        puller(place, about.node) if about.several else None,
+    )
+
+
 class Session:
     """Made by :func:`holdfast.session`; a context manager.
 
@@ -130,30 +158,21 @@ class Session:
             )
         self._client, library = self._join()
         client = self._client
-        self.root = settings.checkpoint
-        if ROOT_VARIABLE in os.environ:
-            self.root = absolute(os.environ[ROOT_VARIABLE])
-        if self.root is None and client is not None and client.run_dir is not None and not library:
-            self.root = RunDir(client.run_dir).checkpoints
+        run = _run_of(client, library)
+        self.root = (
+            absolute(os.environ[ROOT_VARIABLE]) if ROOT_VARIABLE in os.environ else settings.checkpoint
+        )
+        if self.root is None:
+            self.root = run.checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        run, run_s, verify_every = f"solo-{secrets.token_hex(4)}", 0.0, 0
-        shared: Path | None = None
-        pull: Callable[[int, int], bool] | None = None
-        every = AUTO if settings.memory is None else settings.memory
-        if client is not None and client.run_dir is not None:
-            about = RunSettings.load(client.run_dir)
-            run, run_s = about.saves_as, time.time() - about.created_at
-            verify_every = about.verify_every
-            shared = None if library else RunDir(client.run_dir).pages()
-            pull = puller(RunDir(client.run_dir), about.node) if about.several else None
-            every = about.memory_every if settings.memory is None else settings.memory
-        self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run_s))
+        every = run.memory_every if settings.memory is None else settings.memory
+        self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run.age_s))
         self._rank = Rank(self._adapter, client)
-        self._tier = Tier(self._rank, self._adapter, shared, every, self._values, self._locals, pull)
+        self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
-        self._verifier = Verifier(self._rank, self._adapter, verify_every)
+        self._verifier = Verifier(self._rank, self._adapter, run.verify_every)
         self._saver = Saver(
-            self._rank, self._adapter, self.root, run, settings.keep,
+            self._rank, self._adapter, self.root, run.saves_as, settings.keep,
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._verifier,
             self._tier, copies=settings.copies,
         )  # fmt: skip
@@ -170,7 +189,7 @@ class Session:
             self._take_over(client)
         else:
             restarted = client is not None and not library and (bool(client.resume) or restarts > 0)
-            self._load(lambda: candidates(settings.resume, self.root, client, run, restarted))
+            self._load(lambda: candidates(settings.resume, self.root, client, run.saves_as, restarted))
         self._open()
         return self
 
