@@ -22,7 +22,6 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
-from holdfast.store.layout import RankLayout
 from holdfast.store.speakers import speakers
 from holdfast.store.values import decode_mapping, encode_values
 
@@ -113,12 +112,13 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     token = _token(client)
     sources = {int(rank): at for rank, at in order.sources.items()}
     catalogue = catalogue_of({int(rank): data for rank, data in order.layouts.items()})
-    own = {meta.fqn for meta in RankLayout.from_json(order.layouts[str(adapter.rank)]).tensors}
+    own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")
     restore = adapter.restore(catalogue, values)
+    holders = {(tensor.fqn, box): ranks for tensor, box, ranks in catalogue.held_by(adapter.rank)}
     wanted = [
-        Wanted(meta.fqn, meta.box, data, catalogue.holders(meta.fqn, meta.box))
+        Wanted(meta.fqn, meta.box, data, holders.get((meta.fqn, meta.box), ()))
         for meta, data in restore.buffers()
         if len(data)  # an uneven shard may be empty, and nobody else declares the same nothing
     ]

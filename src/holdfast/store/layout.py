@@ -323,20 +323,6 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
             for box, ranks in known.get((tensor.grid, tensor.shape), ())
         ]
 
-    def holders(self, fqn: str, box: Box) -> tuple[int, ...]:
-        """Ranks that declared exactly this box, ascending; empty when nobody did."""
-        tensor = self.by_fqn.get(fqn)
-        if tensor is None or len(box.sizes) != len(tensor.shape):
-            return ()
-        grid = self.grids[tensor.grid]
-        held = grid.on(tensor.shape)
-        same = (held.offsets == np.array(box.offsets, np.int64)) & (
-            held.sizes == np.array(box.sizes, np.int64)
-        )
-        for place in np.nonzero(same.all(axis=1))[0].tolist():
-            return held.joined.get(place, grid.holders[held.entry[place]])
-        return ()
-
 
 class _Versioned(msgspec.Struct):
     version: int
