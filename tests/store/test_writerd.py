@@ -16,11 +16,11 @@ import pytest
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StateError, StoreWriteError
 from holdfast.store.background import WRITERS_MAX, BackgroundSaver
-from holdfast.store.handover import Pool, PoolReader, SaveOrder, SaveOutcome
 from holdfast.store.layout import Box
 from holdfast.store.plan import plan
 from holdfast.store.reader import load_into
 from holdfast.store.root import Root
+from holdfast.store.staging import Pool, PoolReader, SaveOrder, SaveOutcome
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
 from tests.runtime.runs import exists, until

@@ -33,7 +33,10 @@ import numpy as np
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StoreWriteError
 from holdfast.store.base import Closes
-from holdfast.store.handover import (
+from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+from holdfast.store.place import Place
+from holdfast.store.plan import Plan, WriteItem
+from holdfast.store.staging import (
     MESSAGE_SIZE_BYTES_MAX,
     Arrived,
     Pin,
@@ -44,9 +47,6 @@ from holdfast.store.handover import (
     StagedPart,
     Withdrawn,
 )
-from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.place import Place
-from holdfast.store.plan import Plan, WriteItem
 from holdfast.store.values import encode_values
 from holdfast.store.writer import TensorSource, Written, files_of, part_bytes
 
@@ -149,7 +149,7 @@ class BackgroundSaver(Closes):
         Args:
             done: told the result of each save (what was written, or the typed error), in the watching thread.
             threads: extents hashed and written at the same time.
-            pin: makes the staging memory fast to copy into (see ``handover.Pin``).
+            pin: makes the staging memory fast to copy into (see ``staging.Pin``).
         """
         self._done = done
         self._threads = threads

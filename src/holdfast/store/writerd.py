@@ -20,7 +20,9 @@ import sys
 import msgspec
 
 from holdfast.errors import HoldfastError, InternalError
-from holdfast.store.handover import (
+from holdfast.store.layout import Catalogue
+from holdfast.store.plan import Plan
+from holdfast.store.staging import (
     MESSAGE_SIZE_BYTES_MAX,
     Arrived,
     PoolReader,
@@ -30,8 +32,6 @@ from holdfast.store.handover import (
     Wait,
     Withdrawn,
 )
-from holdfast.store.layout import Catalogue
-from holdfast.store.plan import Plan
 from holdfast.store.values import decode_mapping, decode_values
 from holdfast.store.writer import Written, write_share
 
