@@ -58,10 +58,17 @@ class Giver:
         self._collect = collect
         self._values = values
         self._server: StateServer | None = None
+        self._given: tuple[Settle, int] | None = None  # what the server is for, and its port
         self._host = _reachable(client)
 
     def give(self, settle: Settle) -> None:
-        """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread."""
+        """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread.
+
+        An order that comes again (its answer may have died with an agent) is answered again: newcomers may be reading.
+        """
+        if self._given is not None and self._given[0] == settle:
+            self._offer(settle.generation, settle.step, self._given[1])
+            return
         if settle.rewind >= 0:
             try:
                 self._boundary(settle)
@@ -84,7 +91,7 @@ class Giver:
             )  # the bound of joining ends the wait
             return
         self.stop()
-        self._server = server
+        self._server, self._given = server, (settle, port)
         self._offer(settle.generation, settle.step, port)
 
     def _offer(self, generation: Generation, step: int, port: int) -> None:
@@ -96,7 +103,7 @@ class Giver:
 
     def stop(self) -> None:
         """Everyone has joined, or another fault came first."""
-        server, self._server = self._server, None
+        server, self._server, self._given = self._server, None, None
         if server is not None:
             server.close()
 

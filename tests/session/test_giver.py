@@ -1,0 +1,53 @@
+"""A survivor that gives its state, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.messages import Settle, StateOffered
+from holdfast.runtime.handover import fetch
+from holdfast.session.handover import Giver
+from holdfast.store.values import decode_mapping
+from tests.runtime.runs import Run
+
+
+def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) -> None:
+    """A newcomer may be reading from it: the answer to the first order died with an agent, the server did not."""
+    run = Run(tmp_path).dir
+    offers: list[StateOffered] = []
+    collected = 0
+
+    def collect(rebuilt: bool) -> Any:
+        nonlocal collected
+        collected += 1
+        return SimpleNamespace(view=lambda fqn, box: memoryview(b""))
+
+    def read(offer: StateOffered) -> object:
+        found = fetch({0: (offer.host, offer.port)}, [], run.token(), (0,))
+        return decode_mapping(found, "values")["collected"]
+
+    client: Any = SimpleNamespace(member_id=MemberId(1), run_dir=run.path, send=offers.append)
+    refused: list[object] = []
+    giver = Giver(
+        client,
+        boundary=lambda settle: True,
+        collect=collect,
+        values=lambda found: {"collected": collected},
+        verify=lambda step: None,
+        refuse=lambda *given: refused.append(given),
+    )
+    order = Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace")
+    try:
+        giver.give(order)
+        giver.give(order)
+        assert offers[0] == offers[1] and read(offers[0]) == 1
+        giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)))
+        assert offers[2].port != offers[1].port and read(offers[2]) == 2
+        assert not refused
+    finally:
+        giver.stop()
