@@ -1,6 +1,6 @@
 """A small DDP or HSDP training that waits at given steps until a file appears; it may ask for its rank at once.
 
-``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--layout hsdp]`` writes one digest per rank.
+``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--workers 2] [--layout hsdp]``: a digest per rank.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--gates", default="")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--ask", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
     arguments = parser.parse_args()
     gates = {int(gate) for gate in arguments.gates.split(",") if gate}
     world = int(os.environ["WORLD_SIZE"])
@@ -38,7 +39,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     data = Noisy(EPOCH_STEPS * BATCH * world, None)
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=SEED, **place)
-    loader = DataLoader(data, BATCH, sampler=sampler)
+    loader = DataLoader(data, BATCH, sampler=sampler, num_workers=arguments.workers)
     with holdfast.session(model=wrapped, optimizer=optimizer, scheduler=scheduler, seed=SEED) as s:
         for step in s.steps(loader, until=arguments.steps):
             with step as batch:

@@ -105,8 +105,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
 
 
 def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str, list[str]]) -> None:
-    """A spare is killed and built again; a worker is killed and it takes its place; two die at once, with one spare."""
-    with running(tmp_path, "--gates", "3,6,9", spares=1) as job:
+    """A spare is killed and built again; a worker is killed and it takes its place; two die at once, with one spare.
+
+    A called spare draws with the loader workers of its rehearsal, then, from the next epoch on, with new ones.
+    """
+    with running(tmp_path, "--gates", "3,6,9", "--workers", "2", spares=1) as job:
         assert job.wait("spare_waits", 1)["state"] == "ready"
         os.kill(job.events("spare_started")[0]["pid"], signal.SIGKILL)
         assert job.wait("spare_gone", 1)["state"] == "ready"

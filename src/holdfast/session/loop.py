@@ -46,6 +46,7 @@ class Loops:
         self._returns = returns
         self._count = 0
         self._feed: Feed | None = None
+        self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._epochs: int | None = None
         self._began: tuple[Any, dict[str, Plain]] = (
@@ -99,8 +100,14 @@ class Loops:
     ) -> Iterator[Step]:
         saved_loop = self.place["loop"]
         if saved_loop > loop:
+            if self.begun is not None:
+                self.begun.close()
+                self.begun = None
             return  # the checkpoint was written in a later loop of the script
-        feed = self._feed = None if loader is None else self._adapter.feed(loader)
+        feed, self.begun = self.begun, None
+        if feed is None and loader is not None:
+            feed = self._adapter.feed(loader)
+        self._feed = feed
         self._data = self._compare(feed, loop)
         if feed is not None and saved_loop == loop:
             self._seek(feed)

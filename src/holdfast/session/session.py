@@ -449,9 +449,16 @@ class Session:
 
     def _after_rehearsal(self, loader: Any, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
-        yield from rehearsals(self._adapter, self._blocks, loader)
-        self._rehearsing = False
-        self._go_on_stage()
+        feed = None if loader is None else self._adapter.feed(loader)
+        try:
+            yield from rehearsals(self._adapter, self._blocks, feed)
+            self._rehearsing = False
+            self._go_on_stage()
+            if isinstance(self._adapter, StandsIn) and feed is not None and feed.repeatable:
+                self._loops.begun, feed = feed, None
+        finally:
+            if feed is not None:
+                feed.close()
         yield from loop
 
     def rewound(self, step: Step) -> None:

@@ -63,7 +63,7 @@ class Step:
             only the last one can be committed.
     """
 
-    def __init__(self, blocks: Blocks, number: int, rehearsal: bool = False) -> None:
+    def __init__(self, blocks: Blocks, number: int, *, rehearsal: bool = False, scrap: bool = False) -> None:
         self.number = number
         self.committed = False
         self.batch: Any = None
@@ -78,6 +78,7 @@ class Step:
         self.names: set[str] = set()  # of step.update(name)
         self.updated: set[str] = set()  # optimizers that have stepped
         self.rehearsal = rehearsal
+        self.scrap = scrap  # a rehearsal of a state that is replaced before it counts: with the update
         self._blocks = blocks
 
     def __enter__(self) -> Any:
@@ -194,6 +195,8 @@ class Blocks:
             step.note_tentative(optimizer)
             self._adapter.record(optimizer)
             return
+        if step.scrap:
+            return
         if self._rank.state == "updating":
             if optimizer in step.updated:
                 raise StepError(
@@ -215,6 +218,8 @@ class Blocks:
         if step is None:
             return
         step.updated.add(optimizer)
+        if step.scrap and step.tentative is None:
+            raise StepAborted("rehearsal")  # what follows an update belongs to a step that counts
         if step.tentative is None and self._rank.state == "updating":
             self._rank.enter(Phase.COMMIT)
 

@@ -30,6 +30,7 @@ from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError, UnsupportedError, UsageError
+from holdfast.runtime import standin
 from holdfast.runtime.standin import exempt
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Catalogue
@@ -83,6 +84,7 @@ class TorchAdapter:
         self._backward_seen = False
         self._updating = False
         self._prints: Fingerprints | None = None
+        self._feed: Feed | None = None
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -90,6 +92,8 @@ class TorchAdapter:
         """A spare was called."""
         self.rank = rank
         self._copy = copy_of(self._model, rank, self.world_size)
+        if self._feed is not None:
+            self._feed.become(self._copy.number)
 
     # ------------------------------------------------------------------ hooks
 
@@ -248,7 +252,10 @@ class TorchAdapter:
 
     def feed(self, loader: Any) -> Feed:
         """Batches of ``loader``. Raises: UsageError."""
-        return Feed(make_source(loader, self._seed, self._copy.number))
+        stand_in = standin.current()
+        spare = stand_in is not None and not stand_in.called
+        self._feed = Feed(make_source(loader, self._seed, self._copy.number, spare=spare))
+        return self._feed
 
     # ------------------------------------------------------------------ step
 

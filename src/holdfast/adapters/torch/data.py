@@ -132,6 +132,13 @@ class Feed:
         self.last_in_epoch = False
         self.repeatable = isinstance(source, MapSource)
 
+    def become(self, rank: int) -> None:
+        """A spare was called: what it drew was nobody's, and loader workers that it has started go on for this rank."""
+        self._iterator = None
+        self.position = Position()
+        if isinstance(self._source, MapSource):
+            self._source.become(rank)
+
     def place(self) -> dict[str, int]:
         """The position after the last batch drawn, as plain values."""
         at = self.position
@@ -186,8 +193,8 @@ class Feed:
         self._source.close()
 
 
-def make_source(loader: Any, seed: int, rank: int) -> Source:
-    """The source that fits what the user gave to ``steps``.
+def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
+    """The source that fits what the user gave to ``steps``; of a ``spare``, see :meth:`Feed.become`.
 
     Raises:
         UsageError: not iterable.
@@ -201,7 +208,7 @@ def make_source(loader: Any, seed: int, rank: int) -> Source:
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
     ):
-        return MapSource(loader, seed, rank)
+        return MapSource(loader, seed, rank, spare)
     if not hasattr(loader, "__iter__"):
         raise UsageError(
             f"steps() got a {type(loader).__name__} as loader, which cannot be iterated",
@@ -253,22 +260,24 @@ class MapSource(Source):
     Every setting of the user's loader is kept; its ``generator`` only names the order (it is seeded anew per epoch).
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, spare: bool = False) -> None:
         super().__init__(loader, seed, rank)
         batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if batched else loader.sampler
         self._order = Order(inner, batched, seed, rank)
         self._generator = torch.Generator()
-        self._loader = self._rebuild(loader, batched)
+        self._batched = batched
+        self._lent = spare and loader.num_workers > 0  # workers outlive one iterator: that of the rehearsal
+        self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
             None  # dealt anew from here, after so many samples of the job
         )
 
-    def _rebuild(self, loader: DataLoader[Any], batched: bool) -> DataLoader[Any]:
+    def _rebuild(self, loader: DataLoader[Any], *, keep: bool) -> DataLoader[Any]:
         dataset: Any = loader.dataset
         wrapper = SeededBatches if hasattr(dataset, "__getitems__") else Seeded
         order: dict[str, Any] = (
-            {"batch_sampler": self._order} if batched else {"sampler": self._order, "batch_size": None}
+            {"batch_sampler": self._order} if self._batched else {"sampler": self._order, "batch_size": None}
         )
         return DataLoader(
             wrapper(dataset, self._seed),
@@ -280,11 +289,16 @@ class MapSource(Source):
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
             prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            persistent_workers=keep or loader.persistent_workers,
             pin_memory_device=loader.pin_memory_device,
             in_order=getattr(loader, "in_order", True),
             **order,
         )
+
+    def become(self, rank: int) -> None:
+        """A spare was called."""
+        self._rank = rank
+        self._order.become(rank)
 
     def identity(self) -> DataIdentity | None:
         """Ranks that a sampler deals to share one dataset."""
@@ -324,8 +338,11 @@ class MapSource(Source):
         if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
             self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
         self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
-        if not self._loader.persistent_workers:
+        if not self._user.persistent_workers and not self._lent:
             _shut(self._iterator)
+            if self._loader.persistent_workers:
+                self._loader = self._rebuild(self._user, keep=False)
+        self._lent = self._lent and self._iterator is None
         self._iterator = iter(self._loader)
         made: Iterator[Any] = self._iterator
         return made
@@ -359,6 +376,9 @@ def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
 
 class _PlacedSource(MapSource):
     """The same for accelerate's loaders, which put batches on the device."""
+
+    def become(self, rank: int) -> None:
+        """Every rank draws what rank 0 does."""
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """As :meth:`MapSource.open`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -209,9 +210,11 @@ class OptimizerState:
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]
     ) -> Callable[[], None]:
-        """Allocate what ``saved`` (from :meth:`split`) names, add it to ``targets`` (name -> tensor to fill).
+        """Find or make memory for what ``saved`` (from :meth:`split`) names; add it to ``targets`` by name.
 
-        Returns: call it when the targets are filled; only then does the optimizer change.
+        Tensors that the optimizer has already, of the same form, are filled in place.
+
+        Returns: call it when the targets are filled; only then does the optimizer take them.
 
         Raises:
             CheckpointMismatch: another number of parameter groups, or state of a tensor that the catalogue lacks.
@@ -223,27 +226,30 @@ class OptimizerState:
                 hint="build the optimizer as it was when the checkpoint was written",
             )
 
-        def fetch(path: str, like: torch.Tensor | None, on_cpu: bool) -> torch.Tensor:
+        reused: set[int] = set()
+
+        def fetch(path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None) -> torch.Tensor:
             entry = catalogue.by_fqn.get(path)
             if entry is None:
                 raise CheckpointMismatch(f"the checkpoint names {path} but does not hold it")
-            dtype = TORCH_DTYPES[entry.dtype]
-            targets[path] = allocate(entry.shape, dtype, like, on_cpu=on_cpu)
-            return targets[path]
+            made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
+            if made is there:
+                if id(made) in reused:  # one tensor under two names: the second becomes one of its own
+                    made = made.clone()
+                reused.add(id(made))
+            targets[path] = made
+            return made
 
         groups = join(saved["groups"], lambda path: fetch(path, None, True))
         states: dict[torch.Tensor, Any] = {}
         for fqn, p in self.fqns.items():
             group = next(g for g in self.optimizer.param_groups if any(q is p for q in g["params"]))
             step_on_cpu = not (group.get("capturable") or group.get("fused"))
-            if fqn in saved["state"]:
-                states[p] = {
-                    key: join(
-                        item,
-                        lambda path, p=p, cpu=key == "step" and step_on_cpu: fetch(path, p, cpu),  # type: ignore[misc]
-                    )
-                    for key, item in saved["state"][fqn].items()
-                }
+            there = self.optimizer.state.get(p, {})
+            for key, item in saved["state"].get(fqn, {}).items():
+                cpu = key == "step" and step_on_cpu
+                fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key))
+                states.setdefault(p, {})[key] = join(item, fill)
 
         def finish() -> None:
             set_hyperparameters(self.optimizer, groups)
@@ -255,11 +261,34 @@ class OptimizerState:
 
 
 def allocate(
-    shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None, *, on_cpu: bool = False
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    like: torch.Tensor | None,
+    *,
+    on_cpu: bool = False,
+    there: object = None,
 ) -> torch.Tensor:
-    """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device."""
+    """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device.
+
+    ``there`` is what has the place now; it is returned when it is just that.
+    """
     if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
+        if isinstance(there, torch.Tensor) and there.dtype is dtype and _lies_as(there, like):
+            return placed(there, like)
         return placed(torch.empty_like(like, dtype=dtype, requires_grad=False), like)
     local = like._local_tensor if isinstance(like, DTensor) else like
     device = torch.device("cpu") if local is None or on_cpu else local.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def _lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad:
+        return False
+    if isinstance(tensor, DTensor) or isinstance(like, DTensor):
+        return (
+            isinstance(tensor, DTensor)
+            and isinstance(like, DTensor)
+            and tensor.device_mesh == like.device_mesh
+            and tensor.placements == like.placements
+        )
+    return tensor.layout is like.layout

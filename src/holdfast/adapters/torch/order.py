@@ -176,6 +176,11 @@ class Order:
             None  # begin after so many samples of the job, dealt anew, instead of skipping
         )
 
+    def become(self, rank: int) -> None:
+        """A spare was called: it draws as this rank."""
+        self._rank = rank
+        self.deal = Deal.of(self._inner, self._batched)
+
     def __len__(self) -> int:
         return len(self._inner)
 
