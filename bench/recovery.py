@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from holdfast.drill.grammar import MOMENT, Fault
@@ -46,7 +47,17 @@ def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -
     """One kill under Holdfast; seconds by name. With spares, when they are built."""
     late = SPARE_STEPS if spares else 0
     fault = Fault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
-    command = ["-m", "holdfast.drill.train", "--size", size, "--steps", str(STEPS + late)]
+    trace = base / f"trace-{number:03d}"
+    command = [
+        "-m",
+        "holdfast.drill.train",
+        "--size",
+        size,
+        "--steps",
+        str(STEPS + late),
+        "--trace",
+        str(trace),
+    ]
     if spares:
         command = ["--spares", str(spares), *command]
     runner = Runner(base, NPROC, command, lambda _name, _step, _done: None)
@@ -59,9 +70,19 @@ def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -
     found = {"detected": report.detected_s, "quiesced": report.quiesced_s, "resumed": report.resumed_s}
     restored = [float(e.data["restored_s"]) for e in outcome.events if e.kind == "recovered"]
     found["restored"] = restored[0]
+    found["usual"] = usual_s(trace)
+    found["beyond"] = found["resumed"] - found["usual"]
     if report.freed_s:
         found["freed"] = report.freed_s
     return found
+
+
+def usual_s(trace: Path) -> float:
+    """Seconds of a usual step of this run."""
+    pairs = [read_trace(path) for path in trace.iterdir()]
+    return statistics.median(
+        (after[1] - before[1]) / 1e9 for each in pairs for before, after in pairwise(each)
+    )
 
 
 def theirs(base: Path, number: int, size: str, draw: random.Random) -> tuple[float, int] | None:
@@ -115,7 +136,7 @@ def main() -> None:
     given = parser.parse_args()
     draw = random.Random(given.seed)
     found: dict[str, list[float]] = {
-        name: [] for name in ("detected", "freed", "quiesced", "restored", "resumed")
+        name: [] for name in ("detected", "freed", "quiesced", "restored", "resumed", "usual", "beyond")
     }
     peers: list[tuple[float, int] | None] = []
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
@@ -139,6 +160,8 @@ def main() -> None:
     print(row("all survivors settled", found["quiesced"]))
     print(row("everybody holds the state, the step begins again", found["restored"]))
     print(row("next committed step, Holdfast (0 steps lost)", found["resumed"]))
+    print(row("the same without one usual step of its run", found["beyond"]))
+    print(row("a usual step", found["usual"]))
     lost = [steps for _, steps in back]
     never = len(peers) - len(back)
     what = f"{min(lost)} to {max(lost)} steps lost" if lost else "never"
