@@ -38,6 +38,7 @@ from holdfast.store.validity import read_index, seal_of, share_damage
 from holdfast.store.values import VALUES_SIZE_BYTES_MAX, encode_values
 
 BLOCK_SIZE_BYTES = 16 * 1024 * 1024
+BLOCK_SIZE_BYTES_MAX = 128 * 1024 * 1024
 EXTENT_SIZE_BYTES = 512 * 1024
 EXTENT_SIZE_BYTES_MAX = 8 * 1024 * 1024
 EXTENTS_OF_SHARE = 2048
@@ -277,19 +278,27 @@ class _Share:
             return list(pool.map(move, extents))
 
     def _beside(self, spans: Sequence[_Span], first: int, run: Run, put: Put) -> list[str]:
-        """Put all data of a file in large blocks; beside it, hash the extents of those that are on the disk."""
+        """Put all data of a file in blocks that grow, and hash beside it, behind what the disk has.
+
+        One large write keeps the disk busy where after many small ones the writer waits for a processor each time.
+        The last block is hashed while it is written.
+        """
 
         def digest(span: _Span) -> str:
             return xxhash.xxh3_64_hexdigest(run.piece(span[0] - first, span[1] - first))
 
         found: list[Future[str]] = []
+        at, size_bytes = 0, BLOCK_SIZE_BYTES
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
-            for at in range(0, run.size_bytes, BLOCK_SIZE_BYTES):
-                block = run.piece(at, min(at + BLOCK_SIZE_BYTES, run.size_bytes))
+            while at < run.size_bytes:
+                end = min(at + size_bytes, run.size_bytes)
+                block = run.piece(at, end)
+                behind = end if end == run.size_bytes else at
+                while len(found) < len(spans) and spans[len(found)][1] - first <= behind:
+                    found.append(pool.submit(digest, spans[len(found)]))
                 put(first + at, block)
                 self.progress(len(block))
-                while len(found) < len(spans) and spans[len(found)][1] - first <= at + len(block):
-                    found.append(pool.submit(digest, spans[len(found)]))
+                at, size_bytes = end, min(2 * size_bytes, BLOCK_SIZE_BYTES_MAX)
         return [future.result() for future in found]
 
     def _header(self, items: Sequence[WriteItem]) -> tuple[bytes, Header]:
