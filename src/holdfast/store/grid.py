@@ -154,7 +154,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         steps = self._steps if len(entries) == len(self.cells) else self._steps[:, :, entries]
         offsets = np.zeros((len(entries), len(shape)), np.int64)
         sizes = np.empty_like(offsets)
-        some = np.ones(len(entries), np.bool)
+        some = np.ones(len(entries), np.bool_)
         for dimension, length in enumerate(shape):
             left: Integers = np.full(len(entries), length, np.int64)
             for level in range(len(steps)):

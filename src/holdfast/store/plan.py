@@ -156,7 +156,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
                 self.lost.append((kind, holes))
         return sizes
 
-    def _holes(self, kind: tuple[int, tuple[int, ...]], held: Held, alive: NDArray[np.bool]) -> list[Box]:
+    def _holes(self, kind: tuple[int, tuple[int, ...]], held: Held, alive: NDArray[np.bool_]) -> list[Box]:
         """Declared boxes that nobody alive covers, then regions that nobody ever declared."""
         grid, shape = self.catalogue.grids[kind[0]], kind[1]
         dead = held.boxes(np.nonzero(~alive)[0])
