@@ -191,12 +191,22 @@ def test_stop_works_without_a_controller() -> None:
 
 
 def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
+    """Also when each of them connects first, and breaks over what it is told."""
     desk = Desk(restarts_max=3)
     for _ in range(3):
         desk.post(ControllerGone())
         assert any(isinstance(c, RestartController) for c in desk.last)
+        desk.post(ControllerHere())
     desk.post(ControllerGone())
     assert isinstance(desk.last[-1], Finish) and desk.last[-1].code == Exit.INTERNAL
+
+
+def test_controllers_that_work_for_a_while_may_die_for_ever() -> None:
+    desk = Desk(restarts_max=3, steady_s=0.0)
+    for _ in range(9):
+        desk.post(ControllerGone())
+        assert any(isinstance(c, RestartController) for c in desk.last)
+        desk.post(ControllerHere())
 
 
 def test_what_is_kept_is_bounded() -> None:

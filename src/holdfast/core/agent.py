@@ -122,6 +122,7 @@ class Agent:
         self.ended = False
         self._started: set[MemberId] = set()
         self._restarts = 0
+        self._here_s = 0.0
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
         self._held: Held | None = None
@@ -140,9 +141,10 @@ class Agent:
             return self._take()
         match event:
             case ControllerHere():
+                self._here_s = now
                 self._hello()
             case ControllerGone():
-                self._controller_gone()
+                self._controller_gone(now)
             case LauncherGone():
                 self._ask(ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
             case ExitRun() | StopRun():
@@ -201,7 +203,6 @@ class Agent:
 
     def _hello(self) -> None:
         self.connected = True
-        self._restarts = 0
         living = [w for _, w in sorted(self.workers.items()) if w.alive]
         seen = tuple(MemberSeen(w.member_id, w.generation, w.rank, w.pid, w.state, w.step) for w in living)
         config = self.config
@@ -227,13 +228,19 @@ class Agent:
             self._tell(self._pending.popleft())
         self._tell(AgentBeat(node_id=self.node_id))
 
-    def _controller_gone(self) -> None:
+    def _controller_gone(self, now: float) -> None:
+        if self.connected and now - self._here_s >= self.config.steady_s:
+            self._restarts = (
+                0  # it worked; one that breaks over what it is told first breaks at once, every time
+            )
         self.connected = False
         if self.ending is not None or self.ended:
             return
         self._restarts += 1
         if self._restarts > self.config.restarts_max:
-            reason = f"the controller died {self._restarts} times without saying a word"
+            reason = (
+                f"the controller ended {self._restarts} times in a row, each time at once: see controller.log"
+            )
             self._end(EndRun(code=int(Exit.INTERNAL), reason=reason))
             return
         self._record("controller_lost", restarts=self._restarts)

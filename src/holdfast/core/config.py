@@ -57,7 +57,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0  # a free port there
     grace_s: float = 300.0  # deadline of the graceful exit that a lost launcher causes
     pending_max: int = 10_000  # messages kept while there is no controller
-    restarts_max: int = 16  # controllers started again
+    restarts_max: int = 16  # controllers started again in a row, when none was heard for ``steady_s``
+    steady_s: float = 1.0
     spares: int = 0  # processes built beforehand
     world_size: int = 0  # that they are built for, until the job says another
     spare_delay_s: float = 1.0  # until a spare that died is built again, doubled by each failure in a row
