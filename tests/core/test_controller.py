@@ -11,6 +11,7 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
     AgentBeat,
     AgentGone,
@@ -55,7 +56,7 @@ NODE = NodeId("node0")
 M = TypeVar("M", bound=Message)
 
 
-def covered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
+def covered(layouts: Layouts, sources: tuple[int, ...]) -> str:
     """A planner that is always content: pure data parallelism."""
     return ""
 
@@ -481,7 +482,7 @@ def test_leaving_with_code_zero_before_the_end_is_a_fault() -> None:
 def test_all_layouts_make_a_catalogue_once() -> None:
     job = Job().up()
     catalogues = [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, Catalogued)]
-    assert len(catalogues) == 1 and set(catalogues[0].layouts) == {"0", "1", "2"}
+    assert len(catalogues) == 1 and set(catalogues[0].layouts.by_rank()) == {0, 1, 2}
 
 
 def successor(job: Job, **changes: Any) -> Job:

@@ -66,7 +66,7 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     roster.generation = G1
     assert [publish(0, 1, G1), publish(1, 1, G1), publish(1, 1, G1)] == [False, True, False]
     roster.seat(G1.next(), [])
-    assert roster.layouts_as_text() == {"0": b"1", "1": b"1"}
+    assert dict(roster.all_layouts().by_rank()) == {0: b"1", 1: b"1"}
     assert [publish(0, 1, G1.next()), publish(1, 1, G1.next())] == [False, True]
     # A successor seats members of which some live since before the newest generation: what they say again counts.
     roster.seat(G1.next().next(), [], since=G1.next())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
     AgentHello,
     Fence,
@@ -78,7 +79,7 @@ def test_a_decision_asks_the_planner_once() -> None:
     job.open(0, live=True)
     asked: list[tuple[int, ...]] = []
 
-    def counting(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
+    def counting(layouts: Layouts, sources: tuple[int, ...]) -> str:
         asked.append(sources)
         return ""
 

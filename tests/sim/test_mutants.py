@@ -14,6 +14,7 @@ from holdfast.core.agent import Agent
 from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.fault import Fault
 from holdfast.core.ids import Generation, MemberId
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import Assignment, Command, Receive, Record, Settled
 from holdfast.core.policy import Situation
 from holdfast.core.recovery import Recovery
@@ -62,7 +63,7 @@ def test_accepting_a_stale_generation(monkeypatch: pytest.MonkeyPatch) -> None:
 class Careless(Store):
     """Plans whatever it is asked for, and seals as soon as every source has written."""
 
-    def uncovered(self, layouts: Mapping[str, bytes], sources: tuple[int, ...]) -> str:
+    def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
         return ""
 
     def is_complete(self, save: Save) -> bool:

@@ -52,7 +52,7 @@ class Gasp:
             ),
             root=job.root,
             sources=sources,
-            layouts=job.roster.layouts_as_text(),
+            layouts=job.roster.all_layouts(),
             dead_locals=dead_locals,
         )
 

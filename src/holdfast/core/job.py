@@ -17,6 +17,7 @@ from holdfast.core.config import Config
 from holdfast.core.council import StandDown
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.layouts import Layouts
 from holdfast.core.liveness import Liveness
 from holdfast.core.membership import Member, Roster, assign, node_order
 from holdfast.core.messages import (
@@ -37,8 +38,8 @@ from holdfast.exits import Exit
 
 MEMBERS_PER_TERM = 1_000_000
 
-Uncovered = Callable[[dict[str, bytes], tuple[int, ...]], str]
-"""(layouts by rank as text, ranks that can write) -> why they do not cover every box, or an empty string."""
+Uncovered = Callable[[Layouts, tuple[int, ...]], str]
+"""(layouts of all ranks, ranks that can write) -> why they do not cover every box, or an empty string."""
 
 
 class Job:
@@ -150,7 +151,7 @@ class Job:
         if world_size != self.world_size:
             self.record("resized", ranks_before=self.world_size, ranks=world_size)
             self.world_size = world_size
-            self.roster.layouts = {}
+            self.roster.forget_layouts()
         members = [
             Member(member_id=a.member_id, rank=a.rank, local_rank=a.local_rank, node_id=node)
             for node, here in seats.items()

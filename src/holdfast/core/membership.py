@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.layouts import Layouts, split
 from holdfast.core.messages import (
     Assignment,
     Catalogued,
@@ -63,6 +65,15 @@ class Member(msgspec.Struct, kw_only=True):
     step: int = 0
 
 
+class Told(NamedTuple):
+    """The layout of one rank, and of when."""
+
+    version: int
+    generation: Generation
+    own: bytes
+    table: bytes
+
+
 class Roster:
     """The members of one generation, the dead included, and the layouts by rank."""
 
@@ -73,7 +84,8 @@ class Roster:
         self._sorted: list[Member] | None = None  # by rank, made at need
         self._living: list[Member] | None = None
         self.since = NO_GENERATION  # the newest start of all members: what was published before is of others
-        self.layouts: dict[int, LayoutPublished] = {}
+        self.layouts: dict[int, Told] = {}
+        self._tables: dict[bytes, bytes] = {}  # one object for equal ones
         self.catalogued_version = -1
 
     def seat(
@@ -140,37 +152,38 @@ class Roster:
         """Living members of one node, by rank."""
         return [m for m in self.living if m.node_id == node_id]
 
-    def publish(self, layout: LayoutPublished, world_size: int) -> dict[str, bytes] | None:
-        """Keep a layout; all layouts (by rank as text) when it completes a version that was not complete
-        yet."""
-        self.layouts[layout.rank] = layout
+    def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
+        """Keep a layout; all layouts when it completes a version that was not complete yet."""
+        self._keep(layout.rank, layout.version, layout.generation, layout.layout)
         if len(self.layouts) < world_size or layout.version <= self.catalogued_version:
             return None
         version, since = layout.version, self.since
         if any(v.version != version or v.generation < since for v in self.layouts.values()):
             return None
         self.catalogued_version = layout.version
-        return self.layouts_as_text()
+        return self.all_layouts()
 
     def recall(self, catalogued: Catalogued) -> None:
         """What an earlier controller told everybody: layouts of ranks that can no longer say theirs."""
-        for rank, layout in catalogued.layouts.items():
-            if int(rank) not in self.layouts:
-                self.layouts[int(rank)] = LayoutPublished(
-                    member_id=catalogued.member_id,
-                    generation=catalogued.generation,
-                    rank=int(rank),
-                    version=catalogued.version,
-                    layout=layout,
-                )
+        for rank, layout in catalogued.layouts.by_rank().items():
+            if rank not in self.layouts:
+                self._keep(rank, catalogued.version, catalogued.generation, layout)
         if catalogued.generation >= self.since and all(
             v.version == catalogued.version for v in self.layouts.values()
         ):
             self.catalogued_version = max(self.catalogued_version, catalogued.version)  # all have it
 
-    def layouts_as_text(self) -> dict[str, bytes]:
-        """The newest layout of each rank, by rank as text."""
-        return {str(rank): self.layouts[rank].layout for rank in sorted(self.layouts)}
+    def _keep(self, rank: int, version: int, generation: Generation, layout: bytes) -> None:
+        own, table = split(layout)
+        self.layouts[rank] = Told(version, generation, own, self._tables.setdefault(table, table))
+
+    def all_layouts(self) -> Layouts:
+        """The newest layout of each rank."""
+        return Layouts.of({rank: (told.own, told.table) for rank, told in sorted(self.layouts.items())})
+
+    def forget_layouts(self) -> None:
+        """The job has another number of ranks: what was said of the one before is of no use."""
+        self.layouts, self._tables = {}, {}
 
     def check(self) -> None:
         """Raise InternalError when an invariant is broken."""

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.layouts import Layouts
 
 PROTOCOL_VERSION = 1
 FRAME_SIZE_BYTES_MAX = 64 * 1024 * 1024
@@ -56,7 +57,7 @@ class SessionOpened(Message, frozen=True):
 
 
 class LayoutPublished(Message, frozen=True):
-    """What boxes this rank holds (JSON of ``store.layout.RankLayout``); sent again when it changes."""
+    """What boxes this rank holds (``store.layout.RankLayout.to_json``); sent again when it changes."""
 
     member_id: MemberId
     generation: Generation
@@ -199,7 +200,7 @@ class SaveOrder(msgspec.Struct, frozen=True):
     save_id: SaveId
     root: str
     sources: tuple[int, ...]
-    layouts: dict[str, bytes]  # rank (text) -> JSON of RankLayout, the dead included
+    layouts: Layouts  # of all ranks, the dead included
     dead_locals: dict[str, bytes]  # rank (text) -> JSON of rank-local values of the dead, from their pages
 
 
@@ -216,13 +217,13 @@ class Settle(Message, frozen=True):
 
 
 class Receive(Message, frozen=True):
-    """To a newcomer: take the state of ``step`` from these ranks; ``layouts`` by rank (text) say who holds what."""
+    """To a newcomer: take the state of ``step`` from these ranks; ``layouts`` say who holds what."""
 
     member_id: MemberId
     generation: Generation
     step: int
     sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
-    layouts: dict[str, bytes]  # rank (text) -> JSON of RankLayout
+    layouts: Layouts
     layout_version: int  # of the rank's own layout
     catalogued_version: int  # of the newest complete catalogue, -1 for none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
@@ -264,12 +265,12 @@ class ExitOrder(Message, frozen=True):
 
 
 class Catalogued(Message, frozen=True):
-    """All ranks published layout ``version``: the layouts of the generation, by rank (text)."""
+    """All ranks published layout ``version``: the layouts of the generation."""
 
     member_id: MemberId
     generation: Generation
     version: int
-    layouts: dict[str, bytes]
+    layouts: Layouts
 
 
 # ---------------------------------------------------------------- agent <-> controller

@@ -114,7 +114,7 @@ class Replacement:
             generation=job.generation,
             step=job.step,
             sources={str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())},
-            layouts=job.roster.layouts_as_text(),
+            layouts=job.roster.all_layouts(),
             layout_version=job.roster.layouts[member.rank].version,
             catalogued_version=job.roster.catalogued_version,
             local=self.local_of(member),

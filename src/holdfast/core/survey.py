@@ -122,7 +122,7 @@ class Survey:
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:
         if missing := self._unpublished():
             return f"rank(s) {missing[:8]} published no layout"
-        return self.job.uncovered(self.job.roster.layouts_as_text(), sources)
+        return self.job.uncovered(self.job.roster.all_layouts(), sources)
 
     def _unpublished(self) -> list[int]:
         """Ranks whose layout nobody knows, or knows any more: no newcomer can be told what to hold in their seats."""

@@ -22,6 +22,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.council import StandDown
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
     AgentBeat,
     AgentGone,
@@ -61,10 +62,10 @@ PROBE_S = 10.0  # a file that one node made shows up on the others within this, 
 LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 
 
-def uncovered(layouts: dict[str, bytes], sources: tuple[int, ...]) -> str:
-    """Why ``sources`` cannot write a complete checkpoint of ``layouts`` (by rank as text), or an empty string."""
+def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
+    """Why ``sources`` cannot write a complete checkpoint of ``layouts``, or an empty string."""
     try:
-        catalogue = catalogue_of({int(rank): layout for rank, layout in layouts.items()})
+        catalogue = catalogue_of(layouts.by_rank())
         return plan(catalogue, frozenset(sources)).why_incomplete()
     except StateError as error:
         return error.message

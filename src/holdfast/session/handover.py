@@ -118,7 +118,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     """
     token = _token(client)
     sources = {int(rank): at for rank, at in order.sources.items()}
-    catalogue = catalogue_of({int(rank): data for rank, data in order.layouts.items()})
+    catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")

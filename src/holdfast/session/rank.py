@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from holdfast.adapters.base import Adapter
@@ -88,7 +88,7 @@ class Rank:
         self.away = False
         self.rewind = -1
         self.catalogue_version = 0
-        self.layouts: dict[int, bytes] = {}
+        self.layouts: Mapping[int, bytes] = {}
         self._adapter = adapter
         self._calls = Calls()
         self._told: tuple[Generation, RankState, int] | None = None
@@ -295,7 +295,7 @@ class Rank:
         with self.changed:
             if message.version >= self.catalogue_version:
                 self.catalogue_version = message.version
-                self.layouts = {int(rank): data for rank, data in message.layouts.items()}
+                self.layouts = message.layouts.by_rank()
             self.changed.notify_all()
 
     def on_orphaned(self) -> None:
@@ -550,7 +550,7 @@ class Rank:
                 )
             )
 
-    def await_catalogue(self, version: int, timeout_s: float) -> dict[int, bytes] | None:
+    def await_catalogue(self, version: int, timeout_s: float) -> Mapping[int, bytes] | None:
         """Layouts of all ranks at ``version`` or newer; None when they did not come in time, or a fence did."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:

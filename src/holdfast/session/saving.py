@@ -21,6 +21,7 @@ from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import Generation, SaveId
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.core.sightings import CopyDigest, Vouched
@@ -150,7 +151,7 @@ class Saver:
     def inherit(self, order: Receive) -> None:
         """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""
         self._version = order.layout_version
-        self._published = order.layouts[str(self._adapter.rank)]
+        self._published = order.layouts.by_rank()[self._adapter.rank]
         if order.catalogued_version >= 0:
             self._rank.on_catalogued(
                 Catalogued(
@@ -184,7 +185,7 @@ class Saver:
         if self._planned is not None and self._planned[0] == self._version:
             return self._planned[1:]
         if self._rank.client is None:
-            layouts: dict[int, bytes] | None = {self._adapter.rank: self._published}
+            layouts: Mapping[int, bytes] | None = {self._adapter.rank: self._published}
         else:
             layouts = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
         if layouts is None:
@@ -390,15 +391,14 @@ class Saver:
         root: Place,
         save_id: SaveId,
         sources: tuple[int, ...],
-        layouts: Mapping[str, bytes],
+        layouts: Layouts,
         dead_locals: Mapping[str, bytes],
         frozen: bool,
     ) -> Written:
         rank = self._adapter.rank
         collected = self._adapter.collect(frozen=frozen)
-        known = {int(r): data for r, data in layouts.items()}
-        known[rank] = collected.layout(rank, self._adapter.world_size).to_json()
-        catalogue = catalogue_of(known)
+        own_layout = collected.layout(rank, self._adapter.world_size).to_json()
+        catalogue = catalogue_of(layouts.by_rank().but(rank, own_layout))
         made = plan(catalogue, frozenset(sources))
         own: dict[int, Any] = {
             int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data
@@ -412,8 +412,8 @@ class Saver:
             return
         save_id = SaveId(self._run, self._rank.machine.generation, self._rank.step, 1, "last-gasp")
         try:
-            layout = {str(self._adapter.rank): self._published}
-            written = self._gasp(self.root, save_id, (self._adapter.rank,), layout, {}, frozen)
+            alone = Layouts((), {})
+            written = self._gasp(self.root, save_id, (self._adapter.rank,), alone, {}, frozen)
         except (StateError, StoreWriteError) as error:
             log.error("holdfast: step %d was not saved: %s", save_id.step, error)
         else:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from holdfast.core.decision import Report, committed_floor
 from holdfast.core.ids import Generation
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import AgentHello, Message, RankState, Record, Resume, Settle
 from holdfast.core.spares import is_spare
 from holdfast.sim.memory import Memory
@@ -196,7 +197,7 @@ class Checks:
             )
             excused = excused or self.scene.save_errors > 0 or self.distrusted
             excused = excused or self.scene.store.newest_step("") >= int(str(step))
-            if not self.scene.store.uncovered({}, tuple(holders)) and not excused:
+            if not self.scene.store.uncovered(Layouts((), {}), tuple(holders)) and not excused:
                 raise Violation("no_committed_step_is_lost", f"{action} at step {step}, holders {holders}")
             self._forgotten(str(action))
 

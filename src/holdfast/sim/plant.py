@@ -5,9 +5,11 @@ It knows shares and sealed checkpoints; a share says which step its parameters r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+
+from holdfast.core.layouts import Layouts
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ class Store:
         self._first: dict[int, int] = {}  # shard -> its first holder among these sources
         self._on_seal = on_seal
 
-    def uncovered(self, layouts: Mapping[str, bytes], sources: tuple[int, ...]) -> str:
+    def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
         """Planner of the controller: why ``sources`` do not cover every shard."""
         missing = sorted(set(range(self.shards)) - {rank % self.shards for rank in sources})
         return f"no living holder of shard(s) {missing}" if missing else ""

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast.core.layouts import split
 from holdfast.errors import StateError
 from holdfast.store import catalogue_v1
 from holdfast.store.box import Box as Box
@@ -153,8 +154,11 @@ class RankLayout(msgspec.Struct, frozen=True):
         return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
 
     def to_json(self) -> bytes:
-        """Compact JSON of :meth:`declaration`, the payload of the ``LayoutPublished`` message."""
-        return msgspec.json.encode(self.declaration())
+        """:meth:`declaration` as two lines of JSON, the second one the table of tensors, which most ranks share: the
+        payload of the ``LayoutPublished`` message."""
+        said = self.declaration()
+        own = _Own(said.rank, said.world, said.cells, said.boxes)
+        return msgspec.json.encode(own) + b"\n" + msgspec.json.encode(said.tensors)
 
     @staticmethod
     def from_json(data: bytes) -> RankLayout:
@@ -328,14 +332,13 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-class _RawDeclaration(msgspec.Struct):
-    """A declaration whose table stays undecoded, to decode equal ones once."""
+class _Own(msgspec.Struct):
+    """A declaration without its table."""
 
     rank: int
     world: int
     cells: tuple[Cuts, ...]
     boxes: tuple[Box, ...]
-    tensors: msgspec.Raw
 
 
 def declarations(layouts: Mapping[int, bytes]) -> dict[int, Declaration]:
@@ -344,19 +347,19 @@ def declarations(layouts: Mapping[int, bytes]) -> dict[int, Declaration]:
     Raises:
         StateError: not the JSON of a layout.
     """
-    decoder = msgspec.json.Decoder(_RawDeclaration)
+    decoder = msgspec.json.Decoder(_Own)
     rows = msgspec.json.Decoder(tuple[Row, ...])
     tables: dict[bytes, tuple[Row, ...]] = {}
     decoded: dict[int, Declaration] = {}
     for rank, data in layouts.items():
         try:
-            raw = decoder.decode(data)
-            key = bytes(raw.tensors)
-            if key not in tables:
-                tables[key] = rows.decode(key)
+            own_line, table = split(data)
+            own = decoder.decode(own_line)
+            if table not in tables:
+                tables[table] = rows.decode(table)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise StateError(f"not a rank layout (rank {rank}): {error}") from error
-        decoded[rank] = Declaration(raw.rank, raw.world, raw.cells, raw.boxes, tables[key])
+        decoded[rank] = Declaration(own.rank, own.world, own.cells, own.boxes, tables[table])
     return decoded
 
 
