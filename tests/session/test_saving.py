@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,8 @@ def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_pro
         writers = [pid for pid, command in found.items() if "holdfast.store.writerd" in command]
         assert len(writers) == 4
         for pid in {launcher.pid, *found} - set(writers):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may end of another one's death
+                os.kill(pid, signal.SIGKILL)
     finally:
         launcher.kill()
         launcher.wait()
