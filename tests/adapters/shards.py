@@ -73,7 +73,7 @@ def late_layouts(line: Line, declared: list[int]) -> str:
     optimizer.step()
     after = state.collect().layout(rank, 4)
     told: list[Any] = [None] * 4
-    dist.all_gather_object(told, [(after if rank in declared else before).to_json(), after.to_json()])
+    dist.all_gather_object(told, [(after if rank in declared else before).encode(), after.encode()])
     full = Catalogue.from_encoded({r: pair[1] for r, pair in enumerate(told)})
     completed = catalogue_of({r: pair[0] for r, pair in enumerate(told)})
     assert completed.to_json() == full.to_json()

@@ -11,7 +11,7 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
-from holdfast.core.layouts import Layouts
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     AgentBeat,
     AgentGone,
@@ -122,7 +122,9 @@ class Job:
                 SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=live)
             )
             self.post(
-                LayoutPublished(member_id=member, generation=generation, rank=rank, version=1, layout=b"{}")
+                LayoutPublished(
+                    member_id=member, generation=generation, rank=rank, version=1, layout=Layout(b"{}", b"")
+                )
             )
 
     def exit(self, rank: int, state: RankState = "compute", step: int = 5, **how: Any) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.layouts import Layouts, split
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.membership import Roster
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Catalogued, LayoutPublished
 from holdfast.errors import ProtocolError
@@ -18,13 +18,12 @@ from holdfast.store.layout import Box, RankLayout, TensorMeta, cut_box
 @pytest.mark.parametrize("seed", range(20))
 def test_what_goes_in_comes_out(seed: int) -> None:
     draw = random.Random(seed)
-    lines = [b"", b"\n", b"{}", b"{}\n", b"a\nb", b"c\nb", b"a\nb\nc", draw.randbytes(50)]
-    layouts = {rank: draw.choice(lines) for rank in draw.sample(range(100), 12)}
-    told = Layouts.of({rank: split(layout) for rank, layout in layouts.items()})
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Layouts).by_rank()
-    assert dict(again) == layouts
-    other, layout = draw.randrange(100), draw.choice(lines)
-    assert dict(again.but(other, layout)) == {**layouts, other: layout}
+    pieces = [b"", b"\n", b"{}", b"a\nb", draw.randbytes(50)]
+    layouts = {rank: Layout(draw.choice(pieces), draw.choice(pieces)) for rank in draw.sample(range(100), 12)}
+    told = Layouts.of(layouts)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Layouts)
+    assert again.by_rank() == layouts
+    assert sorted(again.tables) == sorted({layout.table for layout in layouts.values()}), "each once"
 
 
 @pytest.mark.parametrize("ranks", [{"0": (b"", 1)}, {"0": (b"", -1)}, {"zero": (b"", 0)}])
@@ -37,27 +36,31 @@ def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
     """4096 ranks, each with its own part of 2000 tensors."""
     world, tensors = 4096, 2000
     roster, generation = Roster(), Generation(1, 1)
-    table = RankLayout(
-        0,
-        tuple(
-            TensorMeta(
-                f"model.layers.{number:04d}.self_attention.weight",
-                "F32",
-                (world, 64),
-                cut_box((world, 64), (((world, 0),), ())),
-                (((world, 0),), ()),
-            )
-            for number in range(tensors)
-        ),
-        world,
-    ).to_json()
+    table = (
+        RankLayout(
+            0,
+            tuple(
+                TensorMeta(
+                    f"model.layers.{number:04d}.self_attention.weight",
+                    "F32",
+                    (world, 64),
+                    cut_box((world, 64), (((world, 0),), ())),
+                    (((world, 0),), ()),
+                )
+                for number in range(tensors)
+            ),
+            world,
+        )
+        .encode()
+        .table
+    )
     first, told = None, None
     for rank in range(world):
-        own = RankLayout(rank, (TensorMeta("w", "F32", (4,), Box((0,), (4,))),), world).to_json()
-        layout = split(own)[0] + split(table)[1]
+        own = RankLayout(rank, (TensorMeta("w", "F32", (4,), Box((0,), (4,))),), world).encode().own
+        layout = Layout(own, table)
         first = first or layout
         told = roster.publish(LayoutPublished(MemberId(rank + 1), generation, rank, 1, layout), world)
     assert told is not None and first is not None
     data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, 1, told))
-    assert len(data) < FRAME_SIZE_BYTES_MAX / 32 < world * len(first)
+    assert len(data) < FRAME_SIZE_BYTES_MAX / 32 < world * len(first.table)
     assert msgspec.msgpack.decode(data, type=Catalogued).layouts.by_rank()[0] == first

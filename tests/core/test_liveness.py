@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.layouts import Layout
 from holdfast.core.liveness import Liveness
 from holdfast.core.membership import Member, Roster, assign, is_stale
 from holdfast.core.messages import LayoutPublished
@@ -59,14 +60,18 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
 
     def publish(rank: int, version: int, generation: Generation) -> bool:
         layout = LayoutPublished(
-            member_id=MemberId(1), generation=generation, rank=rank, version=version, layout=b"%d" % version
+            member_id=MemberId(1),
+            generation=generation,
+            rank=rank,
+            version=version,
+            layout=Layout(b"%d" % version, b""),
         )
         return roster.publish(layout, 2) is not None
 
     roster.generation = G1
     assert [publish(0, 1, G1), publish(1, 1, G1), publish(1, 1, G1)] == [False, True, False]
     roster.seat(G1.next(), [])
-    assert dict(roster.all_layouts().by_rank()) == {0: b"1", 1: b"1"}
+    assert dict(roster.all_layouts().by_rank()) == {0: (b"1", b""), 1: (b"1", b"")}
     assert [publish(0, 1, G1.next()), publish(1, 1, G1.next())] == [False, True]
     # A successor seats members of which some live since before the newest generation: what they say again counts.
     roster.seat(G1.next().next(), [], since=G1.next())

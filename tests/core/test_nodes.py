@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.core.council import StandDown
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.layouts import Layouts
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.membership import assign
 from holdfast.core.messages import (
     AgentBeat,
@@ -90,7 +90,7 @@ def take_over(alone: int) -> Job:
     )
     seen = MemberSeen(MemberId(2), Generation(1, 1), 1, 102, "ready", 5)
     job.post(AgentHello(node_id=B, slots=1, pid=1, members=(seen,), host="hB", port=7))
-    layouts = Layouts.of({0: (b"{}", b""), 1: (b"{}", b"")})
+    layouts = Layouts.of({0: Layout(b"{}", b""), 1: Layout(b"{}", b"")})
     job.post(Catalogued(member_id=MemberId(2), generation=Generation(1, 1), version=1, layouts=layouts))
     if not alone:
         job.post(AgentHello(node_id=C, slots=1, pid=2, host="hC", port=7))
@@ -244,7 +244,7 @@ def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
     def publish(rank: int, version: int, generation: Generation) -> bool:
         member_id = roster.members[rank].member_id
         layout = LayoutPublished(
-            member_id=member_id, generation=generation, rank=rank, version=version, layout=b"{}"
+            member_id=member_id, generation=generation, rank=rank, version=version, layout=Layout(b"{}", b"")
         )
         return roster.publish(layout, 2) is not None
 

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.layouts import split
+from holdfast.core.layouts import Layout
 from holdfast.errors import StateError
 from holdfast.store.grid import Cuts, check_cuts
 from holdfast.store.layout import (
@@ -82,7 +82,7 @@ def test_catalogue_is_canonical_and_complete(world: World) -> None:
         r: RankLayout(r, tuple(reversed(la.tensors)), la.world) for r, la in reversed(layouts.items())
     }
     assert Catalogue.from_layouts(shuffled).digest == catalogue.digest
-    assert Catalogue.from_encoded({r: la.to_json() for r, la in layouts.items()}) == catalogue
+    assert Catalogue.from_encoded({r: la.encode() for r, la in layouts.items()}) == catalogue
     assert Catalogue.from_json(catalogue.to_json()) == catalogue
     declared = [{(fqn, box) for fqn, box in held if box.numel} for held in world.held]
     for rank in range(world.size):
@@ -132,7 +132,7 @@ def test_one_grid_serves_all_shapes_that_are_cut_alike() -> None:
         layouts[rank] = RankLayout(rank, (*metas, TensorMeta("s", "F32", (), Box((), ()))), 4)
     catalogue = Catalogue.from_layouts(layouts)
     assert [len(grid.cells) for grid in catalogue.grids] == [1, 4]
-    assert len({split(layout.to_json())[1] for layout in layouts.values()}) == 1, "one table"
+    assert len({layout.encode().table for layout in layouts.values()}) == 1, "one table"
     found = [(box.offsets, box.sizes, ranks) for box, ranks in catalogue.boxes(catalogue.by_fqn["w1"])]
     assert found == [((0, 0), (3, 5), (0,)), ((3, 0), (3, 5), (1,)), ((6, 0), (3, 5), (2,))]
     assert catalogue.boxes(catalogue.by_fqn["w2"]) == [(Box((0, 0), (1, 7)), (0,))]
@@ -196,10 +196,13 @@ def test_ranks_that_disagree_about_the_world_are_refused() -> None:
 
 
 def test_layout_json_round_trip_and_refusal() -> None:
-    assert RankLayout.from_json(_layout(0, GOOD).to_json()) == _layout(0, GOOD)
-    for bad in (b"", b"[]", b'{"rank":0}', b'{"rank":0,"tensors":[{"fqn":1}],"world":2}'):
+    assert RankLayout.decode(_layout(0, GOOD).encode()) == _layout(0, GOOD)
+    good = _layout(0, GOOD).encode()
+    wrong = (b"", b"[]", b'{"rank":0}', b'{"rank":0,"tensors":[{"fqn":1}],"world":2}')
+    tables = (b"", b"{}", b'[{"fqn":1}]', b'{"rank":0,"tensors":[{"fqn":1}],"world":2}')
+    for bad in (*(Layout(own, good.table) for own in wrong), *(Layout(good.own, table) for table in tables)):
         with pytest.raises(StateError, match="not a rank layout"):
-            RankLayout.from_json(bad)
+            RankLayout.decode(bad)
         with pytest.raises(StateError, match="not a rank layout"):
             Catalogue.from_encoded({0: bad})
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.layouts import Layout
 from holdfast.errors import StateError
 from holdfast.store import plan as planner
 from holdfast.store.cover import missing
@@ -140,7 +141,7 @@ def test_missing_sees_holes_in_regular_and_irregular_cuts() -> None:
     assert missing((0, 3), [Box((0, 0), (0, 3))]) == []
 
 
-def parallel(kind: str, world: int, tensors: int) -> dict[int, bytes]:
+def parallel(kind: str, world: int, tensors: int) -> dict[int, Layout]:
     """What ``world`` ranks declare: ``tensors`` weights of four shapes and a step count, as a framework cuts them."""
     shapes = [(4096, 1024), (1024, 4096), (1000, 1024), (1024,)]
     layouts = {}
@@ -159,7 +160,7 @@ def parallel(kind: str, world: int, tensors: int) -> dict[int, bytes]:
             }[kind]
             cuts = tuple((steps[d],) if d in steps else () for d in range(len(shape)))
             metas.append(TensorMeta(f"layer.{number:04d}", "F32", shape, cut_box(shape, cuts), cuts))
-        layouts[rank] = RankLayout(rank, tuple(metas), world).to_json()
+        layouts[rank] = RankLayout(rank, tuple(metas), world).encode()
     return layouts
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
-from holdfast.core.layouts import Layouts, split
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     Assignment,
     Catalogued,
@@ -70,8 +70,7 @@ class Told(NamedTuple):
 
     version: int
     generation: Generation
-    own: bytes
-    table: bytes
+    layout: Layout
 
 
 class Roster:
@@ -173,13 +172,13 @@ class Roster:
         ):
             self.catalogued_version = max(self.catalogued_version, catalogued.version)  # all have it
 
-    def _keep(self, rank: int, version: int, generation: Generation, layout: bytes) -> None:
-        own, table = split(layout)
-        self.layouts[rank] = Told(version, generation, own, self._tables.setdefault(table, table))
+    def _keep(self, rank: int, version: int, generation: Generation, layout: Layout) -> None:
+        table = self._tables.setdefault(layout.table, layout.table)
+        self.layouts[rank] = Told(version, generation, Layout(layout.own, table))
 
     def all_layouts(self) -> Layouts:
         """The newest layout of each rank."""
-        return Layouts.of({rank: (told.own, told.table) for rank, told in sorted(self.layouts.items())})
+        return Layouts.of({rank: told.layout for rank, told in sorted(self.layouts.items())})
 
     def forget_layouts(self) -> None:
         """The job has another number of ranks: what was said of the one before is of no use."""

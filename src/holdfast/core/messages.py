@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
-from holdfast.core.layouts import Layouts
+from holdfast.core.layouts import Layout, Layouts
 
 PROTOCOL_VERSION = 1
 FRAME_SIZE_BYTES_MAX = 64 * 1024 * 1024
@@ -57,13 +57,13 @@ class SessionOpened(Message, frozen=True):
 
 
 class LayoutPublished(Message, frozen=True):
-    """What boxes this rank holds (``store.layout.RankLayout.to_json``); sent again when it changes."""
+    """What boxes this rank holds (``store.layout.RankLayout``); sent again when it changes."""
 
     member_id: MemberId
     generation: Generation
     rank: int
     version: int
-    layout: bytes
+    layout: Layout
 
 
 class FaultSeen(Message, frozen=True):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
+from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
     Catalogued,
     ExitAsked,
@@ -88,7 +89,7 @@ class Rank:
         self.away = False
         self.rewind = -1
         self.catalogue_version = 0
-        self.layouts: Mapping[int, bytes] = {}
+        self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
         self._calls = Calls()
         self._told: tuple[Generation, RankState, int] | None = None
@@ -537,7 +538,7 @@ class Rank:
             while not self.released and not self.orphaned:
                 self.changed.wait(POLL_S)
 
-    def publish(self, version: int, layout: bytes) -> None:
+    def publish(self, version: int, layout: Layout) -> None:
         """Tell the controller what this rank holds."""
         if self.client is not None:
             self.client.send(
@@ -550,7 +551,7 @@ class Rank:
                 )
             )
 
-    def await_catalogue(self, version: int, timeout_s: float) -> Mapping[int, bytes] | None:
+    def await_catalogue(self, version: int, timeout_s: float) -> Mapping[int, Layout] | None:
         """Layouts of all ranks at ``version`` or newer; None when they did not come in time, or a fence did."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import Generation, SaveId
-from holdfast.core.layouts import Layouts
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.core.sightings import CopyDigest, Vouched
@@ -101,7 +101,7 @@ class Saver:
         self._verifier = verifier
         self._copies = copies
         self._version = 0
-        self._published = b""
+        self._published = Layout(b"", b"")
         self._size = -1
         self._noting = threading.Lock()  # a small save is written before its cost is known
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
@@ -173,7 +173,7 @@ class Saver:
                 return
             collected = self._adapter.collect()
         self._size = self._adapter.state_size()
-        layout = collected.layout(self._adapter.rank, self._adapter.world_size).to_json()
+        layout = collected.layout(self._adapter.rank, self._adapter.world_size).encode()
         if layout != self._published:
             self._version += 1
             self._published = layout
@@ -185,7 +185,7 @@ class Saver:
         if self._planned is not None and self._planned[0] == self._version:
             return self._planned[1:]
         if self._rank.client is None:
-            layouts: Mapping[int, bytes] | None = {self._adapter.rank: self._published}
+            layouts: Mapping[int, Layout] | None = {self._adapter.rank: self._published}
         else:
             layouts = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
         if layouts is None:
@@ -397,8 +397,8 @@ class Saver:
     ) -> Written:
         rank = self._adapter.rank
         collected = self._adapter.collect(frozen=frozen)
-        own_layout = collected.layout(rank, self._adapter.world_size).to_json()
-        catalogue = catalogue_of(layouts.by_rank().but(rank, own_layout))
+        own_layout = collected.layout(rank, self._adapter.world_size).encode()
+        catalogue = catalogue_of({**layouts.by_rank(), rank: own_layout})
         made = plan(catalogue, frozenset(sources))
         own: dict[int, Any] = {
             int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data

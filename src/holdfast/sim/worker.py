@@ -8,6 +8,7 @@ from typing import Protocol
 from holdfast.core.agent import REPEATED
 from holdfast.core.decision import Report
 from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId
+from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
     Assignment,
     ExitAgreed,
@@ -223,7 +224,7 @@ class SimWorker:
             generation=self.machine.generation,
             rank=self.rank,
             version=1,
-            layout=b"{}",
+            layout=Layout(b"{}", b""),
         )
         self.send(layout)
         self.machine.open(step)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from holdfast.core.layouts import Layout
 from holdfast.store.grid import Cuts, whole_cuts
 from holdfast.store.layout import Catalogue, Declaration, Row, declarations
 
 PREFIX = "optimizer."
 
 
-def catalogue_of(layouts: Mapping[int, bytes]) -> Catalogue:
-    """The catalogue of what the ranks have sent (``RankLayout.to_json``, by rank), completed.
+def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
+    """The catalogue of what the ranks have sent (by rank), completed.
 
     Raises:
         StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.core.layouts import split
+from holdfast.core.layouts import Layout
 from holdfast.errors import StateError
 from holdfast.store import catalogue_v1
 from holdfast.store.box import Box as Box
@@ -153,21 +153,20 @@ class RankLayout(msgspec.Struct, frozen=True):
             rows.append(Row(tensor.fqn, tensor.dtype, tensor.shape, place))
         return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
 
-    def to_json(self) -> bytes:
-        """:meth:`declaration` as two lines of JSON, the second one the table of tensors, which most ranks share: the
-        payload of the ``LayoutPublished`` message."""
+    def encode(self) -> Layout:
+        """:meth:`declaration` as JSON, in the two pieces of the ``LayoutPublished`` message."""
         said = self.declaration()
         own = _Own(said.rank, said.world, said.cells, said.boxes)
-        return msgspec.json.encode(own) + b"\n" + msgspec.json.encode(said.tensors)
+        return Layout(msgspec.json.encode(own), msgspec.json.encode(said.tensors))
 
     @staticmethod
-    def from_json(data: bytes) -> RankLayout:
-        """Inverse of :meth:`to_json`.
+    def decode(layout: Layout) -> RankLayout:
+        """Inverse of :meth:`encode`.
 
         Raises:
             StateError: not the JSON of a layout.
         """
-        (declaration,) = declarations({0: data}).values()
+        (declaration,) = declarations({0: layout}).values()
         declaration.check(places_of(declaration.tensors))
         return RankLayout(
             declaration.rank,
@@ -216,8 +215,8 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return Catalogue.from_declarations({rank: layout.declaration() for rank, layout in layouts.items()})
 
     @staticmethod
-    def from_encoded(layouts: Mapping[int, bytes]) -> Catalogue:
-        """As :meth:`from_layouts`, from ``RankLayout.to_json`` bytes.
+    def from_encoded(layouts: Mapping[int, Layout]) -> Catalogue:
+        """As :meth:`from_layouts`, from what ranks have sent (``RankLayout.encode``).
 
         Raises:
             StateError: see :meth:`from_layouts`.
@@ -341,7 +340,7 @@ class _Own(msgspec.Struct):
     boxes: tuple[Box, ...]
 
 
-def declarations(layouts: Mapping[int, bytes]) -> dict[int, Declaration]:
+def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
     """Decode what ranks have sent, by rank; equal tables become one object.
 
     Raises:
@@ -351,10 +350,9 @@ def declarations(layouts: Mapping[int, bytes]) -> dict[int, Declaration]:
     rows = msgspec.json.Decoder(tuple[Row, ...])
     tables: dict[bytes, tuple[Row, ...]] = {}
     decoded: dict[int, Declaration] = {}
-    for rank, data in layouts.items():
+    for rank, (own_part, table) in layouts.items():
         try:
-            own_line, table = split(data)
-            own = decoder.decode(own_line)
+            own = decoder.decode(own_part)
             if table not in tables:
                 tables[table] = rows.decode(table)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
