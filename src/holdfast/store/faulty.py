@@ -97,20 +97,18 @@ class FaultyAttempt(Closes):
         """As :meth:`Attempt.read`."""
         return read_whole(self.open_file(name), size_bytes_max)
 
-    def write(self, name: str, data: bytes, owner: str) -> None:
-        """As :meth:`Attempt.write`."""
+    def write(self, name: str, data: bytes, owner: str, *, later: bool = False) -> None:
+        """As :meth:`Attempt.write`; ``later``: without the sync."""
         with self.new_file(name, owner, size_bytes=len(data)) as put:
             put(0, memoryview(data))
-        self.sync()
+        if not later:
+            self.sync()
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
         """As :meth:`Attempt.create`."""
         if self.exists(name):
             return False
-        with self.new_file(name, owner, size_bytes=len(data)) as put:
-            put(0, memoryview(data))
-        if not later:
-            self.sync()
+        self.write(name, data, owner, later=later)
         return True
 
     @contextlib.contextmanager

@@ -181,15 +181,19 @@ class Directory(Closes):
         finally:
             os.close(fd)
 
-    def write(self, name: str, data: bytes, owner: str) -> None:
+    def write(self, name: str, data: bytes, owner: str, *, later: bool = False) -> None:
         """Make a file appear whole and durable; the directory is synced too. ``owner`` makes the temporary unique.
+
+        Args:
+            later: only in :meth:`publish`, together with others.
 
         Raises:
             StoreWriteError: it cannot be written; nothing visible has changed.
         """
-        with self.temporary(name, owner) as fd:
+        with self.temporary(name, owner, later=later) as fd:
             write_at(fd, 0, memoryview(data), self.path / name)
-        self.sync()
+        if not later:
+            self.sync()
 
     @contextlib.contextmanager
     def temporary(self, name: str, owner: str, *, later: bool = False) -> Iterator[int]:

@@ -74,10 +74,7 @@ class LocalAttempt(Directory):
         found when the attempt is judged."""
         if self.exists(name):
             return False
-        with self.temporary(name, owner, later=later) as fd:
-            write_at(fd, 0, memoryview(data), self.path / name)
-        if not later:
-            self.sync()
+        self.write(name, data, owner, later=later)
         return True
 
     @contextlib.contextmanager
