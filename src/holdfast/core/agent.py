@@ -230,17 +230,14 @@ class Agent:
 
     def _controller_gone(self, now: float) -> None:
         if self.connected and now - self._here_s >= self.config.steady_s:
-            self._restarts = (
-                0  # it worked; one that breaks over what it is told first breaks at once, every time
-            )
+            # It worked: one that breaks over what it is told first breaks at once, every time.
+            self._restarts = 0
         self.connected = False
         if self.ending is not None or self.ended:
             return
         self._restarts += 1
         if self._restarts > self.config.restarts_max:
-            reason = (
-                f"the controller ended {self._restarts} times in a row, each time at once: see controller.log"
-            )
+            reason = f"the controller ended at once {self._restarts} times in a row: see controller.log"
             self._end(EndRun(code=int(Exit.INTERNAL), reason=reason))
             return
         self._record("controller_lost", restarts=self._restarts)
