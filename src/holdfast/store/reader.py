@@ -41,6 +41,7 @@ from holdfast.store.values import decode_mapping
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
+PIECE_SIZE_BYTES = 256 * 1024  # hashed and copied in one go: in the cache of any core
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
@@ -308,42 +309,60 @@ class Loader:
 
 
 def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
-    """Read batches, verify every extent, scatter those that are not in place; returns the bad ones."""
+    """Read batches, verify every extent, put what is sound in its place; returns the bad ones."""
     bad: list[_Bad] = []
     scratch = memoryview(b"")
     for file, batch in work:
         start, size_bytes = batch[0].start, sum(read.size_bytes for read in batch)
-        data = None
-        if batch[0].into is not None:
-            buffers = [read.into for read in batch if read.into is not None]
-        else:
-            data = file.view(start, size_bytes) if isinstance(file, InMemory) else None
-            if data is None and len(scratch) < size_bytes:
+        whole = file.view(start, size_bytes) if isinstance(file, InMemory) else None
+        cached = whole is not None
+        if whole is None and batch[0].into is None:
+            if len(scratch) < size_bytes:
                 scratch = memoryview(bytearray(size_bytes))
-            whole = scratch if data is None else data
-            buffers = [whole[read.start - start : read.start - start + read.size_bytes] for read in batch]
+            whole = scratch
+        buffers = [_buffer(read, start, whole) for read in batch]
         try:
-            if data is None:
+            if not cached:
                 file.read_at(start, buffers)
         except CheckpointInvalid as error:
             bad += [_Bad(read, error.message) for read in batch]
             continue
         for read, buffer in zip(batch, buffers, strict=True):
-            wrong = _wrong(read, buffer)
+            wrong = _wrong(read, buffer, read.into if cached else None)
             bad += [_Bad(read.cut(n, n + 1), _why(file, read.cut(n, n + 1))) for n in wrong]
             if read.into is None:
                 _scatter_sound(read, buffer, wrong)
     return bad
 
 
-def _wrong(read: Read, data: memoryview) -> list[int]:
-    """The extents that do not match their digests."""
+def _buffer(read: Read, start: int, whole: memoryview | None) -> memoryview:
+    """Where the bytes of a read are, or are to be: in a buffer that begins at byte ``start``, or in place."""
+    if whole is None:
+        assert read.into is not None
+        return read.into
+    return whole[read.start - start : read.start - start + read.size_bytes]
+
+
+def _wrong(read: Read, data: memoryview, goal: memoryview | None) -> list[int]:
+    """The extents that do not match their digests; all of them are copied to ``goal`` on the way."""
     size_bytes, wrong = read.stored.extent_size_bytes, []
     for n in range(read.first, read.last):
-        at = (n - read.first) * size_bytes
-        if xxhash.xxh3_64_hexdigest(data[at : at + size_bytes]) != read.stored.record.digests[n]:
+        at = slice((n - read.first) * size_bytes, (n - read.first + 1) * size_bytes)
+        if _digest(data[at], None if goal is None else goal[at]) != read.stored.record.digests[n]:
             wrong.append(n)
     return wrong
+
+
+def _digest(data: memoryview, goal: memoryview | None) -> str:
+    """Hash an extent, and copy it while the processor has it in its cache."""
+    if goal is None:
+        return xxhash.xxh3_64_hexdigest(data)
+    hasher = xxhash.xxh3_64()
+    for at in range(0, len(data), PIECE_SIZE_BYTES):
+        piece = data[at : at + PIECE_SIZE_BYTES]
+        hasher.update(piece)
+        np.copyto(np.frombuffer(goal[at : at + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
+    return hasher.hexdigest()
 
 
 def _why(file: SourceFile, read: Read) -> str:
