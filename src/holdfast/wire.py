@@ -177,6 +177,11 @@ class FrameReader:
         """Take in what was received."""
         self._buffer += data
 
+    @property
+    def partial(self) -> bool:
+        """Bytes are here that are no whole frame yet."""
+        return bool(self._buffer)
+
     def next(self) -> bytes | None:
         """The next complete payload, or None.
 
@@ -238,6 +243,11 @@ class Link(Generic[M]):
         if not self.open:
             raise ProtocolError("a message was sent before the handshake was done")
         self._output += frame(self._codec.encode(message))
+
+    @property
+    def partial(self) -> bool:
+        """The beginning of a message has come, the rest has not."""
+        return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:
         """Take in bytes and return the complete messages. After an error the connection must be closed.

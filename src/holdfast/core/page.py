@@ -14,9 +14,11 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 PAGE_SIZE_BYTES = 4096
 SECTION_SIZE_BYTES = 64
+LOCK_AT = 512  # a pthread_mutex_t, see runtime/lifeline.py
+LOCK_SIZE_BYTES = 64
 LOCAL_SLOTS = 2
 LOCAL_SLOT_BYTES = 128 * 1024
 FLIGHT_SLOTS = 64  # the last collectives of the process

@@ -75,7 +75,7 @@ from holdfast.wire import MESSAGES, WireMessage
 
 LOCK_WAIT_S = 5.0
 LINGER_S = 1.0
-LAST_WORDS_S = 0.2
+LAST_WORDS_S, WORD_S = 0.2, 0.001
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
 NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
@@ -292,6 +292,7 @@ class AgentDaemon:
         self._member_of[channel] = member_id
         self._workers[member_id] = channel
         self._procs.adopt(member_id, hello.pid)
+        self._procs.listen(member_id)
         self._driver.post(hello)
 
     def _refuse(self, channel: Channel[WireMessage]) -> None:
@@ -328,9 +329,13 @@ class AgentDaemon:
         self._exited.add(member_id)
         event = read_death(self._run.page_path(member_id), member_id, self._node_id, code, killed_by, died_ns)
         self._dying[member_id] = event
-        if member_id in self._workers:
-            # Its last words may still be in the socket: they come first, they say why.
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._bury, member_id)
+        self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
+
+    def _let_speak(self, member_id: MemberId, until_s: float) -> None:
+        """Its last words may still be in the socket: they come first, they say why."""
+        loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
+        if channel is not None and channel.unread and loop.time() < until_s:
+            loop.call_later(WORD_S, self._let_speak, member_id, until_s)
         else:
             self._bury(member_id)
 

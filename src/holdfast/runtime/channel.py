@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -136,6 +138,14 @@ class Channel(asyncio.Protocol, Generic[M]):
     def peer_role(self) -> str:
         """Role of the client at the other end; empty on a client's side."""
         return self._link.peer_role
+
+    @property
+    def unread(self) -> bool:
+        """The peer has said something that was not handled yet."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        count = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
+        return self._link.partial or any(count)
 
     def send(self, message: M) -> bool:
         """Queue a message; False when the connection is gone. A peer that never reads is cut off.

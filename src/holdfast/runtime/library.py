@@ -20,6 +20,7 @@ from holdfast.core.page import Word
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
+from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
 from holdfast.runtime.pids import start_ticks
 from holdfast.runtime.rundir import RunDir, write_private
@@ -87,6 +88,7 @@ def join_or_start_agent(
         page=page,
         run_dir=run.path,
     )
+    hold(page.path)
     client.start()
     offer_stacks(stacks_path(run, member_id), page)
     return client

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+_EXITING = 0x4  # PF_EXITING of the kernel
 
 
 def alive(pid: int) -> bool:
@@ -15,6 +18,17 @@ def start_ticks(pid: int) -> int:
     """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
+
+
+def ending(pid: int) -> int | None:
+    """The exit code of a process that has begun to end, below 0 for a signal; None: it has not, or nobody may know.
+
+    0 counts as not told: the kernel shows it to those who may not know the code.
+    """
+    fields = _stat(pid)
+    if not fields or not int(fields[6]) & _EXITING:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) or None
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,12 +1,15 @@
 """The worker processes of one node: started by the zygote or directly, watched by pidfd, killed with their groups.
 
-A pidfd fires within a millisecond of a death, whoever the parent is; the exit status comes from whoever may wait
-for the process (the zygote, or this agent) and is waited for shortly. Every member gets exactly one ``on_exited``.
+A pidfd fires when a process is gone, whoever the parent is; the exit status comes from whoever may wait for the process
+(the zygote, or this agent) and is waited for shortly. A worker that was killed or failed is told of earlier, when its
+end has begun (``runtime/lifeline.py``): nothing of it runs any more, but its memory is not free yet, so a worker from
+scratch is started only after the pidfd has fired. Every member gets exactly one ``on_exited``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +24,9 @@ from holdfast.core.spares import ANY_RANK, is_spare
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
+from holdfast.runtime.pids import ending
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
@@ -38,6 +43,7 @@ from holdfast.runtime.spawn import (
 )
 
 STATUS_WAIT_S = 0.5
+FADING_S = 5.0  # taking a process apart takes longer only when a device or a disk hangs
 ZYGOTE_START_S = 60.0
 QUIT_WAIT_S = 1.0
 POLL_S = 0.01
@@ -57,6 +63,7 @@ class Life:
         self.died_ns = 0
         self.status: tuple[int | None, int | None] | None = None  # code, signal
         self.timer: asyncio.TimerHandle | None = None
+        self.listened = False
 
 
 class Processes:
@@ -64,7 +71,7 @@ class Processes:
 
     Args:
         on_started: (member, pid).
-        on_exited: (member, pid, code, signal, died_ns); the process is gone, its group killed.
+        on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Processes:
         on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
     ) -> None:
         self.living: dict[MemberId, Life] = {}
+        self._fading: dict[int, Life] = {}  # by pid: told as exited, but the kernel is not done with them
         self._run = run
         self._settings = settings
         self._journal = journal
@@ -218,6 +226,7 @@ class Processes:
         if order is None and is_spare(message.member_id):
             return  # of an agent that is gone: it leaves by itself
         if not message.error:
+            self._statuses.pop(message.pid, None)  # of a process that had this number before
             self.adopt(message.member_id, message.pid)
         elif order is not None:
             self._journal.append("zygote_refused", {"reason": message.error})
@@ -243,7 +252,9 @@ class Processes:
         if not path.exists():
             rank = ANY_RANK if order.spare else order.assignment.rank
             Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
-        if self._hopeless:
+        if self._fading:
+            self._waiting.append(order)
+        elif self._hopeless:
             self._exec(order)
         elif self._ready and self._zygote is not None:
             self._asked[member_id] = order
@@ -300,6 +311,21 @@ class Processes:
         else:
             loop.call_soon(self._died, life)
 
+    def listen(self, member_id: MemberId) -> None:
+        """Hear of the end of a worker when it begins; it has said hello, so its lock is taken."""
+        life = self.living.get(member_id)
+        if life is None or life.pidfd < 0 or life.listened:
+            return
+        life.listened = True
+        loop = asyncio.get_running_loop()
+
+        def told() -> None:
+            with contextlib.suppress(RuntimeError):  # this agent has ended, too
+                loop.call_soon_threadsafe(self._ends, life)
+
+        with contextlib.suppress(FileNotFoundError):  # its page is gone already: the run ends
+            listen(self._run.page_path(member_id), told)
+
     def call(self, spare: MemberId, order: Order) -> None:
         """Let a living spare be the member of ``order``: its page and its process get the member's name."""
         life = self.living.pop(spare)
@@ -335,7 +361,7 @@ class Processes:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
-        while kill and (self.living or (self._asked and self._zygote is not None)):
+        while kill and (self.living or self._fading or (self._asked and self._zygote is not None)):
             for member_id in list(self.living):
                 self.kill(member_id)
             await asyncio.sleep(POLL_S)
@@ -359,15 +385,44 @@ class Processes:
     def _python(self) -> str:
         return self._settings.python or sys.executable
 
+    def _ends(self, life: Life) -> None:
+        """The main thread lets go of its lock: when it was killed or failed, that is all the others need to know."""
+        code = ending(life.pid)
+        if code is None or life.died_ns or self.living.get(life.member_id) is not life:
+            return
+        life.died_ns = time.monotonic_ns()
+        life.status = _status(code)
+        kill_group(life.pid)
+        if life.timer is not None:
+            life.timer.cancel()
+        life.timer = asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
+        del self.living[life.member_id]
+        self._fading[life.pid] = life
+        self._tell(life)
+
+    def _faded(self, life: Life) -> None:
+        """What a process had is free again, or will not be for long."""
+        self._fading.pop(life.pid, None)
+        if not self._fading:
+            self._start_waiting()
+
     def _died(self, life: Life) -> None:
         loop = asyncio.get_running_loop()
-        life.died_ns = time.monotonic_ns()
         if life.pidfd >= 0:
             loop.remove_reader(life.pidfd)
+            os.close(life.pidfd)
+            life.pidfd = -1
         kill_group(life.pid)
+        if life.died_ns:  # told before
+            if life.child is not None:
+                life.child.wait()
+            if life.timer is not None:
+                life.timer.cancel()
+            self._faded(life)
+            return
+        life.died_ns = time.monotonic_ns()
         if life.child is not None:
-            code = life.child.wait()
-            life.status = (code, None) if code >= 0 else (None, -code)
+            life.status = _status(life.child.wait())
         if life.timer is not None:
             life.timer.cancel()
         if life.status is not None or self._zygote is None:
@@ -382,10 +437,16 @@ class Processes:
         self._statuses.pop(life.pid, None)
         if life.timer is not None:
             life.timer.cancel()
-        if life.pidfd >= 0:
-            os.close(life.pidfd)
+        self._tell(life)
+
+    def _tell(self, life: Life) -> None:
         code, killed_by = life.status or (None, None)
         self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
+
+
+def _status(code: int) -> tuple[int | None, int | None]:
+    """Exit code and signal, from a code that is below 0 for a signal."""
+    return (code, None) if code >= 0 else (None, -code)
 
 
 def kill_group(pid: int) -> None:

@@ -29,6 +29,7 @@ from holdfast.runtime import environment
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.frameworks import install_framework
+from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, environment_path, open_log, write_private
 from holdfast.runtime.settings import RunSettings
@@ -132,6 +133,7 @@ def main() -> int:
     client.on_called(lambda log: take_over(client, log))
     if client.stand_in is not None:
         use(client.stand_in)
+    hold(client.page.path)
     client.start()
     offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
     try:
