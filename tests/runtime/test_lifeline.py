@@ -121,11 +121,16 @@ def test_a_forked_child_that_ends_tells_nothing(page: Path) -> None:
     assert heard.event.wait(30)
 
 
-def test_another_thread_takes_no_lock(page: Path) -> None:
+def test_the_end_of_a_thread_is_no_end(page: Path) -> None:
     then = "t = threading.Thread(target=kept); t.start(); t.join(); time.sleep(600)"
     with holder(page, then) as process:
         heard = Heard(page, process.pid)
-    assert not heard.event.wait(0.2)
+        go(process)
+        assert heard.event.wait(30) and heard.code is None and heard.was_alive
+
+
+def test_a_page_whose_lock_nobody_took_tells_nothing(page: Path) -> None:
+    assert not Heard(page, os.getpid()).event.wait(0.2)
 
 
 def test_a_script_that_puts_another_program_in_its_place_goes_on(tmp_path: Path) -> None:

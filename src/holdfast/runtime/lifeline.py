@@ -8,7 +8,7 @@ main thread takes such a lock once and for all, and a thread of the agent waits 
 Invariants:
 1. A worker takes its lock once, in its main thread, and never lets go: the mapping stays until the process ends.
 2. That the lock passed on is a hint, for ``exec`` lets go of it, too: ``pids.ending`` decides.
-3. Without a lock (an older C library, another thread) nothing is told; the pidfd is there in any case.
+3. Where nobody has taken the lock nothing is told; the pidfd is there in any case.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ _held: list[ctypes.Array[ctypes.c_char]] = []  # never unmapped: the kernel look
 
 
 def hold(page: Path) -> None:
-    """Take the lock in this worker's status page, for as long as its main thread lives.
+    """Take the lock in this worker's status page for as long as the calling thread lives, which should be the main one.
 
     Raises:
         OSError: the page cannot be mapped.
     """
-    libc = ctypes.CDLL(None)
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        libc, "pthread_mutexattr_setrobust"
-    ):
-        return
-    lock, attributes = _mapped(page), ctypes.create_string_buffer(_ATTRIBUTES_SIZE_BYTES)
+    libc, lock = ctypes.CDLL(None), _mapped(page)
+    attributes = ctypes.create_string_buffer(_ATTRIBUTES_SIZE_BYTES)
     _held.append(lock)
     libc.pthread_mutexattr_init(attributes)
     libc.pthread_mutexattr_setpshared(attributes, _SHARED)
@@ -49,7 +45,7 @@ def hold(page: Path) -> None:
 
 
 def listen(page: Path, told: Callable[[], None]) -> None:
-    """Have ``told`` called, in a thread of its own, when the main thread that holds the lock of ``page`` has ended.
+    """Have ``told`` called, in a thread of its own, when the thread that holds the lock of ``page`` has ended.
 
     Raises:
         OSError: the page cannot be mapped.
