@@ -5,11 +5,19 @@
 A state of 1.2 GB (48 x 8 MiB x {parameter, exp_avg, exp_avg_sq}), random data. Contenders take turns inside one run:
 A B C A B C, all in the same minutes as the roofs (one memory copy of the rank's share into warm memory; the disk
 written by 4 processes in three ways). The clock of "durable" stops after fsync. The first round does not count.
+
+DLRover's flash checkpoint and torch_checkpointing take part where they are installed, and are left out elsewhere:
+
+    python -m venv peers
+    peers/bin/pip install torch==2.13.0 safetensors dlrover==0.6.1 grpcio torch_checkpointing==0.1.1
+    peers/bin/pip install click msgspec numpy rich xxhash
+    PYTHONPATH=src peers/bin/python bench/store.py
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import mmap
 import os
@@ -20,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +76,101 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
+class Flash:
+    """DLRover's flash checkpoint: one copy into shared memory, from which a process of the node writes with torch.save.
+
+    The process is the one that DLRover's agent runs; without an agent each job has to fork it from a worker.
+    """
+
+    PROCESS = """
+import sys
+from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
+AsyncCheckpointSaver.start_async_saving_ckpt()
+sys.stdin.read()
+AsyncCheckpointSaver.get_ckpt_saver().close()
+"""
+
+    def __init__(self, rank: int, shards: int, directory: Path) -> None:
+        os.environ["ROLE_NAME"] = "dlrover-trainer"
+        command = [sys.executable, "-c", self.PROCESS]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE) if rank == 0 else None
+        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+
+        self._newest = directory / "dlrover" / "dlrover_latest.txt"
+        self._checkpointer = DdpCheckpointer(str(self._newest.parent), shards, shards)
+        self._writes = rank < shards
+        self._step = 0
+
+    def save(self, state: dict[str, torch.Tensor], path: Path, kind: str) -> Begun:
+        """Kind: MEMORY or DISK."""
+        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
+
+        self._step += 1
+        self._checkpointer.save_checkpoint(self._step, state, str(path), StorageType[kind])
+        return nothing if kind == "MEMORY" else lambda: self._wait(path)
+
+    def _wait(self, path: Path) -> None:
+        """Until it names this step as its newest; it never syncs the tensors, so that is done here."""
+        deadline_s = time.monotonic() + 100
+        while not self._newest.exists() or self._newest.read_text() != str(self._step):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"DLRover did not write {path}")
+            time.sleep(0.005)
+        if self._writes:
+            fsync(path)
+
+    def close(self) -> None:
+        """End its process, which gives its shared memory back."""
+        from dlrover.python.common.multi_process import SOCKET_TMP_DIR
+
+        if self._process:
+            self._process.communicate()
+            shutil.rmtree(Path(SOCKET_TMP_DIR, os.environ["TORCHELASTIC_RUN_ID"]), ignore_errors=True)
+
+
+class TorchCheckpointing:
+    """meta-pytorch's torch_checkpointing: staged by a thread, written by a process per rank.
+
+    Its direct writes start at any address and have any length; ext4 refuses them (EINVAL), so they are off. Its
+    metadata for another layout is gathered through CUDA only, so a rank saves its tensors as they are.
+    """
+
+    def __init__(self, rank: int, sharded: bool) -> None:
+        from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager, CheckpointWriterConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        writer = CheckpointWriterConfig(file_write_max_threads=1 if sharded else len(KINDS))
+        self._rank = rank
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                save=AsyncCheckpointSaverConfig(writer_config=writer),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+
+    def save(self, state: dict[str, dict[str, torch.Tensor]], where: Path) -> Begun:
+        """The step may change its state when the lock is free: when all is staged."""
+        written = self._manager.save(str(where / "saved"), state)
+        with self._manager.lock():
+            return lambda: self._wait(written, where / "saved")
+
+    def _wait(self, written: Any, saved: Path) -> None:
+        """Until rank 0 has renamed the directory; nothing of it is synced, so that is done here."""
+        written.result()
+        dist.barrier()
+        for path in (*saved.glob(f"*_{self._rank}.pt"), saved):
+            fsync(path)
+
+    def close(self) -> None:
+        """End its process."""
+        self._manager.close()
+
+
 class Contenders:
     """One rank's state, and every way to save it."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout: str, chosen: list[str], directory: Path) -> None:
+        self._kept = ExitStack()
         self.rank = dist.get_rank()
         self.sharded = layout == "sharded"
         generator = torch.Generator().manual_seed(self.rank if self.sharded else 0)
@@ -85,6 +185,13 @@ class Contenders:
             }
         self._prepare_holdfast(rows)
         self._stager = DefaultStager(StagingOptions(False, True, False, False))
+        self._kept.callback(self._stager.close)
+        if "dlrover" in map(OPTIONAL.get, chosen):
+            self._flash = Flash(self.rank, RANKS if self.sharded else 1, directory)
+            self._kept.callback(self._flash.close)
+        if "torch_checkpointing" in chosen:
+            self._torch_checkpointing = TorchCheckpointing(self.rank, self.sharded)
+            self._kept.callback(self._torch_checkpointing.close)
         self._warm = np.ones(SHARE_SIZE_BYTES, np.uint8)
         pages = mmap.mmap(-1, SHARE_SIZE_BYTES)
         self._pages = memoryview(pages)
@@ -109,6 +216,7 @@ class Contenders:
         self.done = threading.Event()
         self.results: list[Written | HoldfastError] = []
         self.saver = BackgroundSaver(self._saved).__enter__()
+        self._kept.callback(self.saver.close)
 
     def _saved(self, _save_id: SaveId, result: Written | HoldfastError) -> None:
         self.results.append(result)
@@ -197,16 +305,35 @@ class Contenders:
         upload = future.upload_completion if isinstance(future, AsyncSaveResponse) else future
         return lambda: upload.result() and None
 
+    def dlrover(self, where: Path) -> Begun:
+        """Flash checkpoint to disk. Rank 0 alone saves a replicated state."""
+        return self._flash.save(self.local, where / f"{self.rank}.pt", "DISK")
+
+    def dlrover_memory(self, where: Path) -> Begun:
+        """Flash checkpoint in shared memory: nothing is ever on disk."""
+        return self._flash.save(self.local, where / f"{self.rank}.pt", "MEMORY")
+
+    def torch_checkpointing(self, where: Path) -> Begun:
+        """A file per kind and rank; it writes every copy that it is given, so a replicated state is rank 0's."""
+        items = {
+            kind: {name: tensor for name, tensor in self.local.items() if name.startswith(f"{kind}.")}
+            for kind in KINDS
+        }
+        return self._torch_checkpointing.save(items if self.sharded or self.rank == 0 else {}, where)
+
     def close(self) -> None:
         """End what contenders keep."""
-        self.saver.close()
-        self._stager.close()
+        self._kept.close()
 
 
 ALL = (
     "memcpy", "disk_plain", "disk_early", "disk_direct",
-    "holdfast", "dcp_async", "dcp_save", "safetensors", "torch_save",
+    "holdfast", "dlrover_memory", "dlrover", "torch_checkpointing", "dcp_async",
+    "dcp_save", "safetensors", "torch_save",
 )  # fmt: skip
+OPTIONAL = {
+    "dlrover_memory": "dlrover", "dlrover": "dlrover", "torch_checkpointing": "torch_checkpointing",
+}  # fmt: skip
 
 
 def private_bytes(pid: int) -> int:
@@ -240,7 +367,7 @@ def work(layout: str, reps: int, directory: Path, names: list[str]) -> None:
     """One rank of the run; rank 0 prints one JSON line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ways = Contenders(layout)
+    ways = Contenders(layout, names, directory)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for rep in range(reps + 1):
         for name in names:
@@ -292,14 +419,27 @@ def report(result: dict[str, Any]) -> None:
     if not disks or "holdfast" not in durable:
         return
     best = min(disks, key=lambda name: durable[name])
+    beside = "".join(
+        f", {stall['holdfast'] / stall[name]:.2f} (durable {durable['holdfast'] / durable[name]:.2f}) x {name}"
+        for name in ("dcp_async", "dlrover", "torch_checkpointing")
+        if name in stall
+    )
     print(
-        f"\nStall {stall['holdfast'] / stall['memcpy']:.2f} x memcpy, "
-        f"{stall['holdfast'] / stall.get('dcp_async', float('nan')):.2f} x DCP's. "
+        f"\nStall {stall['holdfast'] / stall['memcpy']:.2f} x memcpy{beside}. "
         f"Disk rate reached: {durable.get('disk_plain', float('nan')) / durable['holdfast']:.2f} of write + fsync, "
         f"{durable[best] / durable['holdfast']:.2f} of the best ({best}, "
         f"{STATE_SIZE_BYTES / 1e9 / durable[best]:.2f} GB/s). "
         f"Peak extra memory {result['memory']:.3f} of the rank's bytes."
     )
+
+
+def installed(names: list[str]) -> list[str]:
+    """Without the contenders that this environment lacks, and a line that names them."""
+    wanted = {OPTIONAL[name] for name in names if name in OPTIONAL}
+    missing = sorted(package for package in wanted if importlib.util.find_spec(package) is None)
+    if missing:
+        print(f"Left out, not installed here: {', '.join(missing)}.")
+    return [name for name in names if OPTIONAL.get(name) not in missing]
 
 
 def main() -> None:
@@ -313,6 +453,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments.layout, arguments.reps, arguments.dir, arguments.only.split(","))
         return
+    names = installed(arguments.only.split(","))
     for layout in [arguments.layout] if arguments.layout else ["sharded", "replicated"]:
         place = arguments.dir / layout
         shutil.rmtree(place, ignore_errors=True)
@@ -331,7 +472,7 @@ def main() -> None:
             "--dir",
             str(place),
             "--only",
-            arguments.only,
+            ",".join(names),
         ]
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
