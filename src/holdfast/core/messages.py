@@ -95,7 +95,7 @@ class Settled(Message, frozen=True):
     generation: Generation  # the new one, of the Fence
     state: RankState  # ready, aborted, in_doubt, torn or finished (starting: no session yet)
     step: int
-    freed_ns: int = 0  # CLOCK_MONOTONIC when the main thread was out of its collective
+    freed_ns: int = 0  # CLOCK_MONOTONIC when the process was out of its collectives
     away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
     kept: tuple[int, ...] = ()  # steps whose states of this rank are in memory, for the memory tier
     rewind: int = -1  # it can go back in place to a kept state of this step or later; -1: it cannot

@@ -43,7 +43,7 @@ class Word(IntEnum):
     COLLECTIVES = 8  # collectives started in this process
     COMMITTED = 9  # steps committed
     STEP_NS = 10  # duration of the last committed step
-    FREED_NS = 11  # CLOCK_MONOTONIC when the main thread was out of its collective after a fence
+    FREED_NS = 11  # CLOCK_MONOTONIC when the process was out of its collectives after a fence
     TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see runtime/page.py)
     FLAGS = 13  # bits of Flag
     REPEATED = 14  # blocks that ran again after an abort

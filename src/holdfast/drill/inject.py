@@ -77,7 +77,7 @@ class Injected(msgspec.Struct, frozen=True):
     step: int
     committed_step: int
     moment_ns: int
-    freed_ns: int = 0  # the last survivor's main thread was out of its collective; 0: one of them never said
+    freed_ns: int = 0  # the last survivor was out of its collectives; 0: one of them never said
 
 
 class Injector:

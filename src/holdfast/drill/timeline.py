@@ -21,7 +21,7 @@ _FIRST_COUNTS = SEEN[:2]
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """One fault and its recovery.
 
-    ``freed_s``: the last survivor was out of its collective (it says so when it next starts one, so computing counts).
+    ``freed_s``: the last survivor was out of its collectives; what it still computes of the step has no peers.
     ``decision`` is where the in-doubt ranks went: ``forward``, ``back`` or ``none``.
     """
 

@@ -65,6 +65,8 @@ class Flight:
         if self._slots[at + 3] == count:
             now_ns = time.monotonic_ns()
             self._slots[at + 2] = -now_ns if broken else now_ns
+            if broken and not self._words[Word.FREED_NS]:  # a fence sets it back
+                self._words[Word.FREED_NS] = now_ns
 
     def counted(self, count: int) -> None:
         """Show the number of collectives, for a script whose session does not."""
@@ -74,6 +76,11 @@ class Flight:
         """Is the newest collective under way? (An older one may have been left without a wait.)"""
         at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
         return self._slots[at + 3] != 0 and self._slots[at + 2] == 0
+
+    def rests(self) -> bool:
+        """Is the newest collective over? False also when there was none."""
+        at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
+        return self._slots[at + 2] != 0
 
     def read(self) -> list[Recorded]:
         """What is there, oldest first."""

@@ -170,7 +170,7 @@ class Rank:
             )
 
     def freed(self) -> None:
-        """The main thread is out of its collective."""
+        """This process is out of its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
@@ -250,6 +250,8 @@ class Rank:
             self._resume = None
             self._answer()
         self._adapter.poison(f"fenced: {fence.reason}")
+        if self.client is not None and self.client.page.flight.rests():
+            self.freed()  # it computes, and what it still does of the step has no peers
 
     def on_settle(self, settle: Settle) -> None:
         """The decision."""
@@ -402,6 +404,8 @@ class Rank:
             with self.changed:
                 self._wait(lambda: self._resume is not None)
                 self._waiting_since_ns = 0
+                if self.client is not None:
+                    self.client.page[Word.FREED_NS] = 0  # of this fault; the next one has its own
                 resume = self._resume
                 assert resume is not None
                 self._resume = None

@@ -2,10 +2,10 @@
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is
 reused, since a copy into fresh pages costs several times as much. The writer has its order before the copy and begins
-to write when most is there; what it wrote counts only when all was copied. It is a process in a session of its own: when
-this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the same job
-again from the same memory. One save is in flight at a time: when the disk is slower than the save interval, the next
-save is put off (``busy``), the training step never is.
+to write when most is there; what it wrote counts only when all was copied. It is a process in a session of its own:
+when this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the
+same job again from the same memory. One save is in flight at a time: when the disk is slower than the save interval,
+the next save is put off (``busy``), the training step never is.
 
 Invariants:
 1. What is written is the state at the call: tensors are copied and values encoded before ``save`` returns.
@@ -53,7 +53,9 @@ from holdfast.store.writer import TensorSource, Written, files_of, part_bytes
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
 ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
-ARRIVED_FROM = 0.75  # sooner, copying and writing share the memory's bandwidth, and the step waits a fifth longer
+ARRIVED_FROM = (
+    0.75  # sooner, copying and writing share the memory's bandwidth, and the step waits a fifth longer
+)
 ARRIVED_MAX = 32
 """Messages per save: they must fit in the line, whatever the writer does meanwhile."""
 _ALIGNMENT = 4096
