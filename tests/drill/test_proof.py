@@ -111,6 +111,17 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
     assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
 
+def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_path: Path) -> None:
+    steps = 12
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=5)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    outcome = runner.run("disturbed", (), [Fault("kill", (1,), steps, "save")], SEED)
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    finals = [e.data for e in outcome.events if e.kind == "sealed" and e.data["save_kind"] == "final"]
+    assert [final["step"] for final in finals] == [steps]
+    assert not [e for e in outcome.events if e.kind == "stalled"]
+
+
 def test_every_pair_of_values_is_covered() -> None:
     rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in PAIRED for f in pairwise(layout)}
     dimensions = (PAIRED, DEATHS, PHASES, VICTIMS)

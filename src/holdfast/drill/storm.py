@@ -30,7 +30,7 @@ PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "genera
 """Events of the log that stand for the phases of a recovery."""
 VICTIMS = ("survivor", "newcomer", "controller", "agent")
 PHASE_S_MAX = 10.0  # a recovery that takes another way never shows the phase: then nothing more is killed
-STEPS_PER_CASCADE = 30
+STEPS_PER_CASCADE = 60  # steps go on while the next one is chosen
 STEPS_PER_S = 40
 SAVE_EVERY = 20
 NPROC = 4

@@ -522,13 +522,15 @@ class Rank:
         if self.client is not None:
             self.client.page[Word.REPEATED] += 1
 
-    def finish(self, reason: str, sealed: bool) -> None:
-        """READY -> FINISHED, and wait until every rank has."""
+    def finish(self, reason: str, sealed: bool) -> bool:
+        """READY -> FINISHED, and wait until every rank has; False when a recovery came first: this rank is needed."""
         with self.changed:
+            if self.fenced and not self.orphaned:
+                return False
             self.machine.finish()
         self.enter(Phase.FINISHED)
         if self.client is None or self.orphaned:
-            return
+            return True
         self.client.send(
             Finished(
                 member_id=self.member_id,
@@ -541,6 +543,7 @@ class Rank:
         with self.changed:
             while not self.released and not self.orphaned:
                 self.changed.wait(POLL_S)
+        return True
 
     def publish(self, version: int, layout: Layout) -> None:
         """Tell the controller what this rank holds."""

@@ -90,7 +90,7 @@ class Saver:
         copies: int = 1,
     ) -> None:
         self.root = root
-        self.saved_step = -1
+        self._saved: tuple[Generation, int] | None = None
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -144,9 +144,14 @@ class Saver:
         if self._giver is not None:
             self._giver.stop()
 
-    def rewound(self, step: int) -> None:
-        """The job stands at an earlier ``step`` again: what follows is saved as for the first time, by all ranks."""
-        self.saved_step = min(self.saved_step, step)
+    def saved(self, step: int) -> None:
+        """All ranks of this generation have saved (or loaded) ``step``."""
+        self._saved = self._rank.machine.generation, step
+
+    @property
+    def is_saved(self) -> bool:
+        """This step was saved in this generation: a newcomer knows of no other, and all ranks must say the same."""
+        return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def inherit(self, order: Receive) -> None:
         """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""
@@ -240,7 +245,7 @@ class Saver:
                 stall_s = time.perf_counter() - started_s
                 self._costs[save_id] = (stall_s, self._pace.take_delay())
             self._pace.measured(stall_s=stall_s)
-            self.saved_step = save_id.step
+            self.saved(save_id.step)
             return False
         self._background.wait()
         started_s = time.perf_counter()
@@ -248,7 +253,7 @@ class Saver:
         written = write_share(root, save_id, catalogue, made, rank, collected, values, own, threads=threads)
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
-        self.saved_step = save_id.step
+        self.saved(save_id.step)
         return written.sealed or self._await_seal(root / save_id.directory())
 
     def verify(self) -> bool:
@@ -408,7 +413,7 @@ class Saver:
 
     def rescue(self, frozen: bool) -> None:
         """A process without a launcher is about to end by an exception: keep its last committed step."""
-        if self.root is None or self._rank.step == self.saved_step or self._rank.client is not None:
+        if self.root is None or self.is_saved or self._rank.client is not None:
             return
         save_id = SaveId(self._run, self._rank.machine.generation, self._rank.step, 1, "last-gasp")
         try:

@@ -314,7 +314,7 @@ class Session:
         with rank.changed:
             rank.machine.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
-            saver.saved_step = self._step
+            saver.saved(self._step)
         if self._client is not None:
             self._client.send(
                 SessionOpened(
@@ -335,7 +335,6 @@ class Session:
         found = self._tier.load(step)
         self._loops.go_back(found.session, found.local)
         self._tier.start(step)
-        self._saver.rewound(step)
         self._pace.start(step)
 
     def _say(self, line: str) -> None:
@@ -570,7 +569,7 @@ class Session:
             self._saver.rescue(state == "aborted")
 
     def _finish(self) -> None:
-        """Save the end, and wait until every rank is there."""
+        """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
         rank, saver = self._rank, self._saver
         sealed = self._exit_sealed
         while True:
@@ -578,8 +577,10 @@ class Session:
                 rank.join()
             if rank.fenced:
                 rank.await_resume()
-            if self._exit_agreed or not rank.step or saver.verify():
-                break
-        if not self._exit_agreed and rank.step not in (0, saver.saved_step):
-            sealed = saver.save("final", wait=True)
-        rank.finish("exit" if self._exit_agreed else "done", sealed)
+            if not self._exit_agreed and rank.step:
+                if not saver.verify():
+                    continue
+                if not saver.is_saved:
+                    sealed = saver.save("final", wait=True)
+            if rank.finish("exit" if self._exit_agreed else "done", sealed):
+                return
