@@ -122,6 +122,18 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 
+def test_going_back_from_memory_is_no_wrong_copy(tmp_path: Path) -> None:
+    """The optimizer has other tensors afterwards: what is compared is theirs."""
+    flags = ("--memory-every", "1", "--verify-every", "2")
+    exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout="fsdp", steps=24, save_every=50, flags=flags)
+    runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
+    faults = [Fault("kill", (3,), 7, "update"), Fault("kill", (1,), 14, "update")]
+    outcome = runner.run("disturbed", (), faults, SEED)
+    assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    assert actions == ["replace_from_memory"] * 2 and not [e for e in outcome.events if e.kind == "corrupted"]
+
+
 def test_every_pair_of_values_is_covered() -> None:
     rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in PAIRED for f in pairwise(layout)}
     dimensions = (PAIRED, DEATHS, PHASES, VICTIMS)

@@ -333,6 +333,7 @@ class Session:
         """All ranks go back to the state of ``step`` that each has in memory. Raises: CheckpointInvalid."""
         log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
         found = self._tier.load(step)
+        self._verifier.forget()
         self._loops.go_back(found.session, found.local)
         self._tier.start(step)
         self._pace.start(step)

@@ -68,6 +68,10 @@ class Verifier:
         self._slices = self._copies.turn(step)
         return self._copies.plan, self._digest(self._collected, self._slices)
 
+    def forget(self) -> None:
+        """The state was replaced: tensors that were collected before may be nobody's any more."""
+        self._collected = None
+
     def agree(self, collected: Collected | None) -> bool:
         """Compare the whole state between two steps, with all ranks; None: this rank has none to compare.
 
