@@ -74,13 +74,17 @@ class Flight:
 
     def waits(self) -> bool:
         """Is the newest collective under way? (An older one may have been left without a wait.)"""
-        at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
-        return self._slots[at + 3] != 0 and self._slots[at + 2] == 0
+        ended_ns, count = self._newest()
+        return count != 0 and ended_ns == 0
 
     def rests(self) -> bool:
         """Is the newest collective over? False also when there was none."""
+        return self._newest()[0] != 0
+
+    def _newest(self) -> tuple[int, int]:
+        """When the newest collective ended (0: not yet), and its number (0: there was none)."""
         at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
-        return self._slots[at + 2] != 0
+        return self._slots[at + 2], self._slots[at + 3]
 
     def read(self) -> list[Recorded]:
         """What is there, oldest first."""

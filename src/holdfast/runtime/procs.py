@@ -393,12 +393,9 @@ class Processes:
         life.died_ns = time.monotonic_ns()
         life.status = _status(code)
         kill_group(life.pid)
-        if life.timer is not None:
-            life.timer.cancel()
-        life.timer = asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
-        del self.living[life.member_id]
         self._fading[life.pid] = life
-        self._tell(life)
+        self._gone(life)
+        life.timer = asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
 
     def _faded(self, life: Life) -> None:
         """What a process had is free again, or will not be for long."""
@@ -412,20 +409,16 @@ class Processes:
             loop.remove_reader(life.pidfd)
             os.close(life.pidfd)
             life.pidfd = -1
+        told = life.died_ns != 0
+        life.died_ns = life.died_ns or time.monotonic_ns()
         kill_group(life.pid)
-        if life.died_ns:  # told before
-            if life.child is not None:
-                life.child.wait()
-            if life.timer is not None:
-                life.timer.cancel()
-            self._faded(life)
-            return
-        life.died_ns = time.monotonic_ns()
         if life.child is not None:
             life.status = _status(life.child.wait())
         if life.timer is not None:
             life.timer.cancel()
-        if life.status is not None or self._zygote is None:
+        if told:
+            self._faded(life)
+        elif life.status is not None or self._zygote is None:
             self._gone(life)
         else:
             life.timer = loop.call_later(STATUS_WAIT_S, self._gone, life)
@@ -437,9 +430,6 @@ class Processes:
         self._statuses.pop(life.pid, None)
         if life.timer is not None:
             life.timer.cancel()
-        self._tell(life)
-
-    def _tell(self, life: Life) -> None:
         code, killed_by = life.status or (None, None)
         self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
 
