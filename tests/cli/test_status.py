@@ -124,9 +124,8 @@ def as_json(holdfast: Run, *args: str) -> dict[str, object]:
 def test_a_process_that_has_entered_nothing_yet_has_no_age(made: Made) -> None:
     made.start(0, 1)
     made.pages[0][Word.ENTERED_NS] = 0
-    made.pages[1][Word.ENTERED_NS] -= (
-        10_000_000  # an age is shown in milliseconds: a quick test would see none
-    )
+    # An age is shown in milliseconds: a quick test would see none.
+    made.pages[1][Word.ENTERED_NS] -= 10_000_000
     first, second = Watch(made.directory, made.settings).poll().ranks
     assert first.age_s == 0.0 < second.age_s < 60.0
 
