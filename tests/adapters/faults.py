@@ -239,6 +239,32 @@ def second_fault(line: Line) -> dict[str, str]:
     return found
 
 
+def lost_while_connecting(line: Line, victim: int, how: str) -> str:
+    """The victim has told its address and is gone before it connects; a second later the others hear of it.
+
+    Returns: how the rebuilding of the others ended.
+    """
+    dist.init_process_group("gloo", timeout=LIMIT)
+    _all_built(line)
+    state = fabric()
+    state.poison("first")
+    if line.rank == victim:
+
+        def gone(self: ControlStore, key: str) -> bytes:
+            line.say(Say("kill-me" if how == "kill" else "stop-me"))
+            time.sleep(60)
+            return b""
+
+        ControlStore.get = gone  # type: ignore[method-assign]  # gloo's first question about the others
+    else:
+        threading.Timer(1.0, lambda: state.poison(f"rank {victim} is gone")).start()
+    try:
+        state.reconfigure(Generation(1, 2))
+    except GroupError as error:
+        return str(error)
+    return "rebuilt"
+
+
 def no_control_plane(line: Line, path: str) -> str:
     """Reconfigure in a process that has no client."""
     Client._current = None

@@ -4,6 +4,9 @@ gloo's ``abort()`` does nothing. A blocked collective ends at once when the sock
 peer is only stopped. New sockets of the process since the backend was made are candidates; another thread may have
 opened one meanwhile, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks
 tell each other their ports). Listeners themselves are left alone: gloo ends the process when one fails.
+
+While gloo connects there is nothing to shut: it dials a peer that is gone, or waits to be dialled by it, until its
+time-out. So it connects in a thread of its own, which is left behind when a fault comes first.
 """
 
 from __future__ import annotations
@@ -11,8 +14,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, Store
+
+from holdfast.errors import GroupError
+
+STOP_POLL_S = 0.02
 
 
 class Endpoints:
@@ -89,6 +97,35 @@ class Recorder:
             else:
                 sock.close()
         return Endpoints(accepted + dialled)
+
+
+def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
+    """What ``make`` gives, unless ``stop`` is non-empty before.
+
+    A thread that was left behind ends at the time-out of gloo at the latest; what it still makes or raises is of a
+    group that nobody waits for.
+
+    Raises:
+        GroupError: stopped.
+    """
+    made: list[Backend] = []
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
+    while not ended.wait(STOP_POLL_S):
+        if reason := stop():
+            raise GroupError(f"connecting to peers was stopped: {reason}")
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _socket_inodes() -> dict[str, int]:

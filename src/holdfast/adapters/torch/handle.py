@@ -122,13 +122,14 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def _build(self, spec: GroupSpec, generation: Generation, limit: timedelta) -> BuiltGroup:
         client = rendezvous.control_client()
         store: Store
+        stop = self._fabric.stopped()
         if client is not None and not self.replaceable():
             prefix = f"g{generation}/{spec.name}/"
-            store = rendezvous.ControlStore(client, prefix, self._fabric.stopped())
+            store = rendezvous.ControlStore(client, prefix, stop)
             store.set_timeout(limit)
         else:
             store = PrefixStore(f"holdfast/{spec.name}/", self._store)
-        return build(spec, store, limit)
+        return build(spec, store, limit, stop)
 
     # ------------------------------------------------------------------ one way for all collectives
 

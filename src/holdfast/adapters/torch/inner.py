@@ -6,7 +6,7 @@ A bare backend lacks methods of a group, and the miss would look like a fault; s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from holdfast.adapters.torch.gloo import Endpoints, Recorder
+from holdfast.adapters.torch.gloo import Endpoints, Recorder, connect
 from holdfast.adapters.torch.nccl import Abort, Abortable
 from holdfast.errors import GroupError, HoldfastError
 
@@ -93,14 +93,15 @@ class BuiltGroup:
             endpoints.close()
 
 
-def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGroup:
+def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Callable[[], str]) -> BuiltGroup:
     """Connect the members of ``spec`` through ``store``.
 
     Args:
         connect_timeout: bound of the connection phase.
+        stop: non-empty: do not wait for the peers any longer.
 
     Raises:
-        GroupError: the members did not find each other.
+        GroupError: the members did not find each other, or stopped.
     """
     group = dist.ProcessGroup(store, spec.rank, spec.world_size)
     names = [backend for _, backend in spec.backends]
@@ -113,7 +114,7 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
             if name not in made:
                 prefixed = PrefixStore(f"{name}/", store)
                 if name == GLOO:
-                    made[name] = _gloo(spec, prefixed, connect_timeout, endpoints)
+                    made[name] = _gloo(spec, prefixed, connect_timeout, stop, endpoints)
                 else:
                     made[name] = _nccl(spec, prefixed, abortable)
                 made[name]._set_sequence_number_for_group()
@@ -133,9 +134,18 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta) -> BuiltGro
     return BuiltGroup(group, store, endpoints, abortable)
 
 
-def _gloo(spec: GroupSpec, store: Store, connect_timeout: timedelta, endpoints: list[Endpoints]) -> Backend:
+def _gloo(
+    spec: GroupSpec,
+    store: Store,
+    connect_timeout: timedelta,
+    stop: Callable[[], str],
+    endpoints: list[Endpoints],
+) -> Backend:
+    def make() -> Backend:
+        return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout=connect_timeout)
+
     with Recorder() as recorder:
-        backend = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout=connect_timeout)
+        backend = connect(make, stop)
     endpoints.append(recorder.endpoints(store, spec.rank, spec.world_size))
     backend._set_default_timeout(spec.timeout)
     backend.options.global_ranks_in_group = list(spec.order[0])
