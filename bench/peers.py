@@ -6,7 +6,8 @@
 The venv needs Holdfast's own dependencies as well: its scripts train the drill's model. ``ft_launcher`` (NVRx) and
 torchrun restart all workers from a checkpoint every 10 steps; torchft is tuned tight (heartbeat and join 1 s, tick
 50 ms, collectives 5 s: its defaults wait up to 60 s) and goes on with three replicas, the fourth comes back later; ours
-is back at full size.
+is back at full size. torchft loads its data without worker processes: forked ones keep the sockets of a dead replica
+open until they miss it, and its peers wait 5 s.
 
 Prints markdown: seconds to the next step, and to the next step of the rank that was killed; min / median / max.
 """
@@ -32,6 +33,7 @@ from pathlib import Path
 from recovery import KILL_FROM, KILL_TO, NPROC, ours
 
 from holdfast.drill.trace import read_trace
+from holdfast.runtime.pids import alive
 
 STEPS = 60
 BACK_S_MAX = 90.0
@@ -139,17 +141,21 @@ def kill_one(job: Job, draw: random.Random, found: Found) -> None:
             return
         time.sleep(0.005)
     time.sleep(draw.uniform(0.0, 0.2))
+    pid = int((job.place / f"rank-{victim:05d}.pid").read_text())
     killed_ns = time.monotonic_ns()
-    os.kill(int((job.place / f"rank-{victim:05d}.pid").read_text()), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+    while alive(pid):
+        time.sleep(0.001)
+    dead_ns = time.monotonic_ns()  # the victim may have ended a step while it died
     while time.monotonic() < deadline_s + BACK_S_MAX:
-        back = [moment for _, moment in job.trace(victim) if moment > killed_ns]
+        back = [moment for _, moment in job.trace(victim) if moment > dead_ns]
         # A step that was under way is finished by some: what counts was begun after the kill.
         ahead = [moment for rank in others for done, moment in job.trace(rank)
                  if moment > killed_ns and done != before(job.trace(rank), killed_ns) + 1]  # fmt: skip
         if back and ahead:
             found.first_s.append((min(*ahead, *back) - killed_ns) / 1e9)
             found.full_s.append((min(back) - killed_ns) / 1e9)
-            resumed = next(done for done, moment in job.trace(victim) if moment > killed_ns)
+            resumed = next(done for done, moment in job.trace(victim) if moment > dead_ns)
             found.lost.append(max(0, before(job.trace(others[0]), killed_ns) - (resumed - 1)))
             return
         time.sleep(0.005)

@@ -16,7 +16,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 from holdfast.drill.corpus import load
 from holdfast.drill.model import SIZES
-from holdfast.drill.parts import LOADER_WORKERS, Windows, accumulate, build, parse
+from holdfast.drill.parts import Windows, accumulate, build, parse
 from holdfast.drill.trace import Trace
 
 TIMEOUT = timedelta(seconds=5)
@@ -30,7 +30,7 @@ def main() -> None:
     parts = build(settings, 1)
     data = Windows(load(size.text_bytes), size.context, size.epoch_steps * size.batch * replicas)
     sampler: DistributedSampler[Any] = DistributedSampler(data, replicas, replica, seed=settings.seed)
-    loader = DataLoader(data, size.batch, sampler=sampler, num_workers=LOADER_WORKERS, drop_last=True)
+    loader = DataLoader(data, size.batch, sampler=sampler, drop_last=True)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def state() -> dict[str, Any]:
