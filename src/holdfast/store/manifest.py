@@ -210,16 +210,17 @@ def _check_manifest(manifest: RankManifest, where: str) -> None:
             _refuse(where, f"file {entry.name}: impossible sizes or digest")
     ends = [entry.header_size_bytes for entry in manifest.files]
     for record in manifest.tensors:
-        _check_record(record, manifest, where)
+        size_bytes = _check_record(record, manifest, where)
         if record.start != ends[record.file]:
             _refuse(where, f"tensor {record.fqn!r} overlaps another one or leaves a hole")
-        ends[record.file] += record.size_bytes
+        ends[record.file] += size_bytes
     for entry, end in zip(manifest.files, ends, strict=True):
         if end != entry.size_bytes:
             _refuse(where, f"file {entry.name}: tensors end at byte {end}, the file at {entry.size_bytes}")
 
 
-def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> None:
+def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
+    """Size in bytes of a record that keeps the rules."""
     name = f"tensor {record.fqn!r}"
     if record.dtype not in DTYPE_SIZE_BYTES:
         _refuse(where, f"{name}: unknown dtype {record.dtype!r}")
@@ -230,10 +231,12 @@ def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> None
         _refuse(where, f"{name}: box {record.box} is outside {list(record.shape)}")
     if not 0 <= record.file < len(manifest.files):
         _refuse(where, f"{name}: no file {record.file}")
-    if len(record.digests) != -(-record.size_bytes // manifest.extent_size_bytes):
-        _refuse(where, f"{name}: {len(record.digests)} digests for {record.size_bytes} bytes")
-    if any(not _HEX16.fullmatch(digest) for digest in record.digests):
+    size_bytes = record.size_bytes
+    if len(record.digests) != -(-size_bytes // manifest.extent_size_bytes):
+        _refuse(where, f"{name}: {len(record.digests)} digests for {size_bytes} bytes")
+    if not all(map(_HEX16.fullmatch, record.digests)):
         _refuse(where, f"{name}: a digest is not 16 hex digits")
+    return size_bytes
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:

@@ -41,7 +41,6 @@ from holdfast.store.values import decode_mapping
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
-PIECE_SIZE_BYTES = 256 * 1024  # hashed and copied in one go: in the cache of any core
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
@@ -344,25 +343,17 @@ def _buffer(read: Read, start: int, whole: memoryview | None) -> memoryview:
 
 
 def _wrong(read: Read, data: memoryview, goal: memoryview | None) -> list[int]:
-    """The extents that do not match their digests; all of them are copied to ``goal`` on the way."""
+    """The extents that do not match their digests; all of them are copied to ``goal``."""
     size_bytes, wrong = read.stored.extent_size_bytes, []
     for n in range(read.first, read.last):
-        at = slice((n - read.first) * size_bytes, (n - read.first + 1) * size_bytes)
-        if _digest(data[at], None if goal is None else goal[at]) != read.stored.record.digests[n]:
+        extent = data[(n - read.first) * size_bytes : (n - read.first + 1) * size_bytes]
+        if xxhash.xxh3_64_hexdigest(extent) != read.stored.record.digests[n]:
             wrong.append(n)
+    if goal is not None:
+        # The last cache has it still. Not extent by extent: above a megabyte or so a copy goes past the cache, and
+        # does not read the target's lines before it overwrites them.
+        np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
     return wrong
-
-
-def _digest(data: memoryview, goal: memoryview | None) -> str:
-    """Hash an extent, and copy it while the processor has it in its cache."""
-    if goal is None:
-        return xxhash.xxh3_64_hexdigest(data)
-    hasher = xxhash.xxh3_64()
-    for at in range(0, len(data), PIECE_SIZE_BYTES):
-        piece = data[at : at + PIECE_SIZE_BYTES]
-        hasher.update(piece)
-        np.copyto(np.frombuffer(goal[at : at + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
-    return hasher.hexdigest()
 
 
 def _why(file: SourceFile, read: Read) -> str:
