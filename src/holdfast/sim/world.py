@@ -468,9 +468,10 @@ class World:
         return self.seated[rank].applied
 
     def holders(self, rank: int) -> list[int]:
-        """Ranks with the same shard as ``rank`` whose process lives."""
+        """Ranks that have the same shard as ``rank``: not a newcomer that has none yet, nor one that is half updated."""
         same = range(rank % self.store.shards, self.world_size, self.store.shards)
-        return [r for r in same if r in self.seated and self.seated[r].alive]
+        found = [self.seated[r] for r in same if r in self.seated]
+        return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
         """Nobody holds a copy any more that differs from another: nothing can tell that all are wrong."""
@@ -484,6 +485,8 @@ class World:
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
+        if new == "torn" and not self.checks.distrusted:
+            self.lose_track()
         self.checks.moved(worker, old, new)
         self.injector.moved(worker, new)
 
