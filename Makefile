@@ -50,7 +50,7 @@ soak: venv  ## 50 kills at random moments and some around the vote, compared bit
 soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
 	$(VENV)/bin/python bench/soak_hang.py
 
-chaos: venv  ## 500 random kills of workers, agent, controller, zygote and launcher, compared bit for bit (half an hour)
+chaos: venv  ## 500 random faults of workers, agent, controller, zygote and launcher, three layouts, compared bit for bit (half an hour)
 	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
 
 storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)

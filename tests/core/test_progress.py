@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase
-from holdfast.core.progress import Limits, Progress, Reading
+from holdfast.core.progress import Learned, Limits, Progress, Reading
 
 LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=100.0, idle_s=50.0, section_s=200.0, look_s=0.1)
 STEP_S = 0.2
@@ -108,6 +110,18 @@ def test_a_stopped_process_gets_no_time_for_what_it_might_do() -> None:
     assert world.progress.overdue() == [MemberId(rank + 1) for rank in world.phase]
     assert world.progress.look(world.now + 0.2, readings) is None
     assert world.look() is False, "it runs again"
+
+
+def test_a_successor_judges_as_its_predecessor() -> None:
+    world = World()
+    world.train(20)
+    told = msgspec.json.decode(msgspec.json.encode(world.progress.learned()), type=Learned)
+    world.progress = Progress(LIMITS, told)
+    world.train(1)
+    world.stop()
+    assert world.until(True) < 3.0
+    world.progress = Progress(LIMITS)
+    assert world.until(True) >= LIMITS.idle_s, "without it, the steps of these processes are their first"
 
 
 def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:

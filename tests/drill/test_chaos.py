@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from holdfast.drill.chaos import chaos
+from holdfast.drill.chaos import STOPPED, Chaos, Tally, chaos, exercise_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def test_a_slice_of_chaos(tmp_path: Path) -> None:
-    tally = chaos(tmp_path / "chaos", faults=4, steps=100, seed=3, nproc=2)
+    tally = chaos(tmp_path / "chaos", faults=4, steps=100, seed=3, layouts=["ddp"], nproc=2)
     assert tally.failures == [] and tally.faults >= 4
     assert sum(map(len, tally.times_s.values())) >= 1
+
+
+def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) -> None:
+    """The new agent has not seen a step; what the one before had learned tells it how long one takes."""
+    tally = Tally()
+    one = Chaos(tmp_path, exercise_of("ddp", 300, 2, ()), random.Random(4), tally)
+    try:
+        assert one.settle(150)  # some seconds: the agent has learned, and written it down
+        assert one.hit(["agent"]) and one.hit([STOPPED])
+    finally:
+        one.work(0)
+    assert tally.failures == [] and list(tally.times_s) == ["agent", STOPPED]

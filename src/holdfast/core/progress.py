@@ -15,6 +15,7 @@ Invariants:
 1. A stall is announced once, and taken back once when any worker moves.
 2. Time during which nobody looked does not count against a worker: a frozen or starved machine kills nobody.
 3. Nothing here reads a clock: ``now`` is an argument, in seconds.
+4. What was learned outlives who learned it: a successor that is given it judges as its predecessor would have.
 """
 
 from __future__ import annotations
@@ -67,6 +68,16 @@ class Reading(NamedTuple):
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
 
 
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a successor goes on with: seconds of the recent steps, and between collectives where no session tells; the
+    longest stillness survived, by kind; steps committed by each process."""
+
+    steps: tuple[float, ...] = ()
+    apart: tuple[float, ...] = ()
+    peaks: dict[str, float] = {}
+    done: dict[MemberId, int] = {}
+
+
 class Stall(NamedTuple):
     """How long each worker has been still, against its bound; ``waits``: its phase holds nobody up."""
 
@@ -79,25 +90,41 @@ class Stall(NamedTuple):
 class _Watch:
     """One worker, as seen from outside."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, steps: int) -> None:
         self.last = reading
         self.idle_s = 0.0
-        self.steps = 0  # committed since this process is looked at
+        self.steps = steps  # committed since this process is looked at
         self.busy: deque[float] = deque(maxlen=SAMPLES_MAX)
 
 
 class Progress:
-    """The workers of one node. ``look`` at them regularly."""
+    """The workers of one node. ``look`` at them regularly.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        learned: by a predecessor.
+    """
+
+    def __init__(self, limits: Limits, learned: Learned | None = None) -> None:
+        found = learned or Learned()
         self.limits = limits
         self.stalled = False
         self._watches: dict[MemberId, _Watch] = {}
-        self._steps: deque[float] = deque(maxlen=SAMPLES_MAX)
-        # Between collectives, before or without a session.
-        self._apart: deque[float] = deque(maxlen=SAMPLES_MAX)
-        self._peaks: dict[str, float] = {}  # longest stillness survived, by kind
+        self._done = found.done
+        self._steps = deque(found.steps, maxlen=SAMPLES_MAX)
+        self._apart = deque(
+            found.apart, maxlen=SAMPLES_MAX
+        )  # between collectives, before or without a session
+        self._peaks = dict(found.peaks)
         self._looked_at = 0.0
+
+    def learned(self) -> Learned:
+        """For a successor."""
+        return Learned(
+            steps=tuple(self._steps),
+            apart=tuple(self._apart),
+            peaks=dict(self._peaks),
+            done={member_id: watch.steps for member_id, watch in self._watches.items()},
+        )
 
     def look(self, now: float, readings: Sequence[Reading]) -> bool | None:
         """Take one look at all living workers.
@@ -109,7 +136,9 @@ class Progress:
         self._looked_at = now
         known, self._watches = self._watches, {}
         for reading in readings:
-            watch = self._watches[reading.member_id] = known.get(reading.member_id) or _Watch(reading)
+            member_id = reading.member_id
+            watch = known.get(member_id) or _Watch(reading, self._done.get(member_id, 0))
+            self._watches[member_id] = watch
             self._see(watch, reading, passed_s)
         before, self.stalled = self.stalled, self._is_stalled()
         return None if before == self.stalled else self.stalled

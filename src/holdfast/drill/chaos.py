@@ -1,12 +1,12 @@
-"""Random kills of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
+"""Random faults of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
 
-``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000]``
+``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--flag=--spares=1]``
 
-Victims are any worker, the agent, the controller, the zygote and the launcher; half of the pairs hit the recovery from
-the first one. A dead launcher ends the run with a sealed checkpoint (nobody watches it any more): the same command is
-typed again, as a scheduler or a person would. A fault counts as recovered when every rank lives and the job has
-committed a step beyond the one of the kill. The exit code is 0 only when every run ended with the bits of the
-undisturbed one.
+Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker that is
+stopped; half of the pairs hit the recovery from the first one. The layouts take turns, a training each. A dead launcher
+ends the run with a sealed checkpoint (nobody watches it any more): the same command is typed again, as a scheduler or a
+person would. A fault counts as recovered when every rank lives and the job has committed a step beyond the one of the
+fault. The exit code is 0 only when every run ended with the bits of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 
 from holdfast import journal
 from holdfast.drill.digest import STATE, digest_of_results
-from holdfast.drill.proof import Exercise, require_torch
+from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
+from holdfast.drill.proof import NPROC_STEP, Exercise, require_torch
 from holdfast.drill.runner import end, launch
 from holdfast.drill.watch import Run
 from holdfast.exits import Exit
@@ -35,9 +36,12 @@ from holdfast.runtime.rundir import RunDir
 SAVE_EVERY = 50
 POLL_S = 0.01
 RECOVERED_S_MAX = 60.0
+NPROC = 4
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
-KINDS = ("worker", "worker", "worker", "agent", "controller", "zygote", "launcher")
+STOPPED = "stopped worker"
+KINDS = ("worker", "worker", "worker", STOPPED, "agent", "controller", "zygote", "launcher")
+LAYOUTS = ("ddp", "hsdp", "fsdp")
 PAIRED = 0.35
 
 
@@ -52,7 +56,7 @@ class Tally:
 
     def rows(self) -> list[str]:
         """The table of recovery times."""
-        lines = ["| killed | times | median s | p90 s | max s |", "|---|---|---|---|---|"]
+        lines = ["| victims | times | median s | p90 s | max s |", "|---|---|---|---|---|"]
         for victims, times_s in sorted(self.times_s.items()):
             ordered = sorted(times_s)
             p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
@@ -74,6 +78,7 @@ class Chaos:
     def __init__(self, base: Path, exercise: Exercise, draw: random.Random, tally: Tally) -> None:
         self.base = base
         self.results = base / "results"
+        self.nproc = exercise.nproc
         self._exercise = exercise
         self._draw = draw
         self._tally = tally
@@ -83,13 +88,14 @@ class Chaos:
     def work(self, faults: int) -> None:
         """Inject up to ``faults`` and let the training end."""
         try:
-            while faults > 0 and self._settle():
+            while faults > 0 and self.settle():
                 time.sleep(self._draw.uniform(0.0, QUIET_S))
                 victims = self._draw.sample(KINDS, 2 if self._draw.random() < PAIRED else 1)
-                if not self._hit(victims[:faults]):
+                if not self.hit(victims[:faults]):
                     break
                 faults -= len(victims)
-            self._finish()
+            if not self._tally.failures:
+                self._finish()
         finally:
             end(self._launcher, self._run.directory)
             RunDir(self._run.directory).remove_pages()
@@ -105,11 +111,11 @@ class Chaos:
         with (self.base / "launcher.log").open("ab") as log:
             self._launcher = launch(
                 directory, command, log, self.base / "checkpoints",
-                nproc_per_node=self._exercise.nproc, max_restarts=10_000, grace_s=20,
+                nproc_per_node=self.nproc, max_restarts=10_000, grace_s=20,
             )  # fmt: skip
         self._run = Run(directory)
 
-    def _settle(self, beyond: int = -1) -> bool:
+    def settle(self, beyond: int = -1) -> bool:
         """Wait until all ranks live and a step after ``beyond`` is committed; False when the training has ended."""
         deadline_s = time.monotonic() + RECOVERED_S_MAX
         while time.monotonic() < deadline_s:
@@ -121,7 +127,7 @@ class Chaos:
             if self._run.ended and self._launcher.poll() is None:
                 self._launcher.wait(RECOVERED_S_MAX)
                 continue
-            whole = len(self._run.workers()) == self._exercise.nproc and bool(self._run.all_of("resumed"))
+            whole = len(self._run.workers()) == self.nproc and bool(self._run.all_of("resumed"))
             if whole and self._run.committed_step() > max(beyond, 0):
                 return True
             time.sleep(POLL_S)
@@ -149,8 +155,8 @@ class Chaos:
         RunDir(place).remove_pages()  # with agent and launcher gone nobody else does
         self._start()
 
-    def _hit(self, victims: Sequence[str]) -> bool:
-        """Kill them, and wait until the job is whole again; False when the training has ended."""
+    def hit(self, victims: Sequence[str]) -> bool:
+        """Kill (or stop) them, and wait until the job is whole again; False when the training has ended."""
         step = self._run.committed_step()
         struck: list[str] = []
         since_s = time.monotonic()
@@ -160,12 +166,12 @@ class Chaos:
                 step = max(step, self._run.committed_step())
             pid = self._pid_of(kind)
             if pid and alive(pid):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if kind == STOPPED else signal.SIGKILL)
                 struck.append(kind)
                 self._tally.faults += 1
         if not struck:
             return True
-        whole = self._settle(step)
+        whole = self.settle(step)
         if whole:
             self._tally.times_s[" + ".join(sorted(struck))].append(time.monotonic() - since_s)
         return whole
@@ -173,7 +179,7 @@ class Chaos:
     def _pid_of(self, kind: str) -> int:
         if kind == "launcher":
             return self._launcher.pid
-        if kind == "worker":
+        if kind in ("worker", STOPPED):
             workers = self._run.workers()
             return workers[self._draw.choice(sorted(workers))].pid if workers else 0
         endpoint = RunDir(self._run.directory).read_endpoint(kind)
@@ -189,49 +195,75 @@ def journal_has(directory: Path, kind: str) -> bool:
     return any(event.kind == kind for event in journal.read(directory / "events.jsonl").events)
 
 
-def chaos(base: Path, faults: int, steps: int, seed: int, nproc: int = 4) -> Tally:
-    """Trainings of ``steps`` steps, until ``faults`` kills were made."""
-    exercise = Exercise.builtin(nproc=nproc, size="tiny", layout="ddp", steps=steps, save_every=SAVE_EVERY)
+def exercise_of(layout: str, steps: int, nproc: int, flags: Sequence[str]) -> Exercise:
+    """What is trained. A lost shard of a layout without copies is kept in memory at every step."""
+    memory = ("--memory-every", "1") if layout == "fsdp" else ()
+    nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
+    return Exercise.builtin(
+        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY, flags=(*memory, *flags)
+    )
+
+
+def chaos(
+    base: Path,
+    faults: int,
+    steps: int,
+    seed: int,
+    layouts: Sequence[str],
+    flags: Sequence[str] = (),
+    nproc: int = NPROC,
+) -> Tally:
+    """Trainings of ``steps`` steps, the layouts in turn, until so many faults were made."""
     tally = Tally()
     base.mkdir(parents=True)
+    wanted: dict[str, str] = {}
 
-    def training(name: str, number: int) -> Chaos:
+    def training(name: str, layout: str, number: int) -> Chaos:
         place = base / name
         place.mkdir()
+        exercise = exercise_of(layout, steps, nproc, flags)
         return Chaos(place, exercise, random.Random(seed * 1000 + number), tally)
 
-    calm = training("undisturbed", 0)
-    calm.undisturbed()
-    wanted = digest_of_results(calm.results, nproc, STATE)
+    def bits(one: Chaos) -> str:
+        return digest_of_results(one.results, one.nproc, STATE)
+
     while tally.faults < faults and not tally.failures:
+        layout = layouts[tally.runs % len(layouts)]
+        if layout not in wanted:
+            calm = training(f"undisturbed-{layout}", layout, 0)
+            calm.undisturbed()
+            wanted[layout] = bits(calm)
         tally.runs += 1
         before = tally.faults
-        one = training(f"chaos-{tally.runs:03d}", tally.runs)
+        one = training(f"chaos-{tally.runs:03d}", layout, tally.runs)
         one.work(faults - tally.faults)
-        same = digest_of_results(one.results, nproc, STATE) == wanted != ""
+        same = bits(one) == wanted[layout] != ""
         if not same:
             tally.failures.append(f"other bits in {one.base}")
         done = tally.faults - before
-        print(f"run {tally.runs}: {done} kills, bits {'identical' if same else 'DIFFERENT'}", flush=True)
+        verdict = "identical" if same else "DIFFERENT"
+        print(f"run {tally.runs}, {layout}: {done} faults, bits {verdict}", flush=True)
     return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="kill everything, many times")
+    parser = argparse.ArgumentParser(description="random faults of everything, many times")
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layout", choices=ALL_LAYOUTS, action="append")
+    parser.add_argument("--flag", action="append", default=[], help="of holdfast run, as --flag=--spares=1")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"))
     given = parser.parse_args(argv)
     require_torch()
     base, started_s = given.run_dir.absolute() / time.strftime("chaos-%Y%m%d-%H%M%S"), time.monotonic()
-    tally = chaos(base, given.faults, given.steps, given.seed)
+    tally = chaos(base, given.faults, given.steps, given.seed, given.layout or LAYOUTS, given.flag)
     print("\n".join(tally.rows()))
     for failure in tally.failures:
         print(f"FAILED: {failure}")
     took_s = time.monotonic() - started_s
-    print(f"{tally.faults} kills in {tally.runs} trainings, {took_s:.0f} s, logs in {base}")
+    print(f"{tally.faults} faults in {tally.runs} trainings, {took_s:.0f} s, logs in {base}")
     return 1 if tally.failures else 0
 
 

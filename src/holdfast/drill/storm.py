@@ -54,7 +54,7 @@ class Storm(Chaos):
         """Run each of them; how many had a kill inside the phase. Not every recovery shows a phase twice."""
         struck = 0
         for phase, victim, more in plan:
-            if not self._settle():
+            if not self.settle():
                 break
             done = self._cascade(phase, victim, more)
             struck += done > 0
@@ -64,7 +64,7 @@ class Storm(Chaos):
     def storm(self, duration_s: float, every_s: float) -> list[int]:
         """Kill a worker every ``every_s``, from the first checkpoint on; steps committed in each window of
         ``WINDOW_S``."""
-        self._settle(SAVE_EVERY)
+        self.settle(SAVE_EVERY)
         self._await("sealed", 0)
         progress: list[int] = []
         since_s = window_s = time.monotonic()
@@ -97,7 +97,7 @@ class Storm(Chaos):
             if not seen or not self._kill(self._later_victim(victim, before)):
                 break
             done += 1
-        if self._settle(step):
+        if self.settle(step):
             self._tally.times_s[f"{done + 1} kills, {victim}"].append(time.monotonic() - since_s)
         return done
 

@@ -1,18 +1,25 @@
-"""The agent's eyes: looks at the status pages, says when all workers stand still, and gathers evidence when asked."""
+"""The agent's eyes: looks at the status pages, says when all workers stand still, and gathers evidence when asked.
+
+What they have learned is written beside the pages now and then: an agent that takes over judges as the one before, and
+does not wait ten minutes for a worker that stopped while nobody looked.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import Message
 from holdfast.core.page import Flag, Phase, Word
-from holdfast.core.progress import Limits, Progress, Reading
+from holdfast.core.progress import Learned, Limits, Progress, Reading
 from holdfast.core.sightings import (
     CollectiveSeen,
     Evidence,
@@ -32,6 +39,9 @@ from holdfast.runtime.rundir import RunDir, write_private
 
 REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
 PACE_S = 5.0
+KEEP_S = 1.0
+LEARNED = "learned-"
+LEARNED_SIZE_BYTES_MAX = 1 << 20
 COLLECTIVES_TOLD = 16
 
 
@@ -61,10 +71,14 @@ class Watcher:
         self._generation = Generation(0, 0)
         self._told_s = 0.0
         self._paced_s = 0.0
+        self._kept_s = 0.0
+        self._learned: Path | None = None  # where it is kept for a successor
         self._gathering: asyncio.Task[None] | None = None
 
     async def watch(self) -> None:
         """Look until cancelled; returns at once when hangs are not looked for."""
+        self._learned = self._run.pages() / f"{LEARNED}{self._node_id}"
+        self._progress = Progress(self._limits, recall(self._learned))
         try:
             while self._limits.factor > 0:
                 await asyncio.sleep(self._limits.look_s)
@@ -111,6 +125,12 @@ class Watcher:
             paces = tuple(Pace(*pace) for pace in self._progress.paces())
             if paces:
                 self._post(Paced(node_id=self._node_id, generation=self._generation, ranks=paces))
+        if self._learned is not None and now - self._kept_s >= KEEP_S:
+            self._kept_s = now
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # the run ends: its pages are gone, nobody takes over
+                write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def gather(self, order: Gather) -> None:
         """Look at everything, then answer; in the background."""
@@ -188,6 +208,15 @@ class Watcher:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, text.encode())
         return os.fspath(name)
+
+
+def recall(path: Path) -> Learned:
+    """What the agent before this one has learned; nothing when it left nothing that can be read."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(LEARNED_SIZE_BYTES_MAX), type=Learned)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return Learned()
 
 
 def read(page: Page) -> Reading:
