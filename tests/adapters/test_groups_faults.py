@@ -102,7 +102,8 @@ def test_a_peer_that_is_lost_while_groups_connect_holds_nobody(worlds: Worlds, v
     results = worlds.run(faults.lost_while_connecting, 3, victim=victim, how=how)
     survivors = _survivors(results, victim)
     assert len(survivors) == 2
-    assert all(f"rank {victim} is gone" in text for text in survivors)
+    if how == "stop":  # of a killed one the sockets are closed, which gloo may notice by itself
+        assert all(f"rank {victim} is gone" in text for text in survivors)
 
 
 def test_without_a_control_plane_reconfigure_is_refused(worlds: Worlds, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class Chaos:
         self._draw = draw
         self._tally = tally
         self._starts = 0
+        self._struck_s = 0.0  # when a worker was killed or stopped last
         self._start()
 
     def work(self, faults: int) -> None:
@@ -127,7 +128,7 @@ class Chaos:
             if self._run.ended and self._launcher.poll() is None:
                 self._launcher.wait(RECOVERED_S_MAX)
                 continue
-            whole = len(self._run.workers()) == self.nproc and bool(self._run.all_of("resumed"))
+            whole = len(self._run.workers()) == self.nproc and self._at_work()
             if whole and self._run.committed_step() > max(beyond, 0):
                 return True
             time.sleep(POLL_S)
@@ -135,6 +136,12 @@ class Chaos:
             f"no step after {beyond} within {RECOVERED_S_MAX:g} s in {self._run.directory}"
         )
         return False
+
+    def _at_work(self) -> bool:
+        """No recovery is under way, and none is due for a worker that was struck."""
+        fenced, resumed = self._run.all_of("fenced"), self._run.all_of("resumed")
+        since_s = max([self._struck_s, *(event.t_mono for event in fenced[-1:])])
+        return bool(resumed) and resumed[-1].t_mono > since_s
 
     def _again(self) -> None:
         """The launcher was killed: when nothing of its run is left, the same command once more."""
@@ -168,6 +175,8 @@ class Chaos:
             if pid and alive(pid):
                 os.kill(pid, signal.SIGSTOP if kind == STOPPED else signal.SIGKILL)
                 struck.append(kind)
+                if kind in ("worker", STOPPED):
+                    self._struck_s = time.monotonic()
                 self._tally.faults += 1
         if not struck:
             return True

@@ -128,7 +128,10 @@ class Storm(Chaos):
     def _kill(self, pid: int) -> bool:
         if not pid or not alive(pid):
             return False
+        worker = any(seen.pid == pid for seen in self._run.workers().values())
         os.kill(pid, signal.SIGKILL)
+        if worker:
+            self._struck_s = time.monotonic()
         self._tally.faults += 1
         return True
 

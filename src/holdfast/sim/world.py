@@ -468,7 +468,7 @@ class World:
         return self.seated[rank].applied
 
     def holders(self, rank: int) -> list[int]:
-        """Ranks that have the same shard as ``rank``: not a newcomer that has none yet, nor one that is half updated."""
+        """Ranks with the shard of ``rank``: not a newcomer that has none yet, nor one that is half updated."""
         same = range(rank % self.store.shards, self.world_size, self.store.shards)
         found = [self.seated[r] for r in same if r in self.seated]
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
