@@ -224,7 +224,8 @@ class Controller:
         if member.failed is not None:
             return
         member.failed = event
-        job.timer(f"failing:{member.member_id}", job.config.failing_s)
+        if self.ending.stopping is not None or job.released or not event.stays:
+            job.let_go(member)
         if self.ending.stopping is not None or job.released:
             return
         failure = Failure(

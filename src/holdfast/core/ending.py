@@ -27,7 +27,6 @@ class Ending:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.stopping: tuple[Exit, str] | None = None
-        self.agreed_step: int | None = None
 
     def request(self, source: str, grace_s: float) -> None:
         """Exit gracefully within ``grace_s`` seconds. Asking again changes nothing but the deadline."""
@@ -47,7 +46,7 @@ class Ending:
     def cancel(self, source: str) -> None:
         """Take the request back, unless the ranks have agreed already."""
         job = self.job
-        done = bool(job.exit_source) and self.agreed_step is None and self.stopping is None
+        done = bool(job.exit_source) and job.agreed_step is None and self.stopping is None
         job.record("exit_cancelled", source=source, done=done)
         if not done:
             return
@@ -61,8 +60,8 @@ class Ending:
 
     def agreed(self, step: int) -> None:
         """A vote carried the request: all ranks save ``step`` and leave."""
-        if self.agreed_step is None:
-            self.agreed_step = step
+        if self.job.agreed_step != step:  # a fault may have come between, and the ranks agree again
+            self.job.agreed_step = step
             self.job.record("exit_agreed", step=step)
         self.job.exit_source = self.job.exit_source or "vote"
 
@@ -100,7 +99,7 @@ class Ending:
     def remind(self, member: Member) -> None:
         """Repeat the standing order to a member that reconnected or just opened its session."""
         job, who = self.job, member.member_id
-        if job.released:
+        if job.released or member.may_end:
             job.send(member, Release(member_id=who, generation=job.generation))
         elif job.exit_source and job.session:
             job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
@@ -140,7 +139,7 @@ class Ending:
         return Exit.OK, f"training is done at step {self.job.step}"
 
     def _is_saved(self) -> bool:
-        step = self.agreed_step if self.agreed_step is not None else self.job.step
+        step = self.job.step if self.job.agreed_step is None else self.job.agreed_step
         return 0 <= step <= self.job.sealed_step
 
     def _stop(self, code: Exit, reason: str, grace_s: float) -> None:

@@ -46,6 +46,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     opened: bool = False  # all sessions of the seated members were opened
     root: str = ""  # where the sessions save
     exit_source: str = ""
+    agreed_step: int | None = None
     released: bool = False
     unequal: str = ""  # copies of the state differed, and the workers have not started again since
     answered: tuple[Answered, ...] = ()
@@ -153,6 +154,7 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "sealed": _sealed,
     "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
+    "exit_agreed": lambda past, data: {"agreed_step": _int(data, "step")},
     "exit_cancelled": lambda past, data: {"exit_source": ""} if data["done"] else {},
     "finished": lambda past, data: {"released": True},
 }

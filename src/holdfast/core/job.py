@@ -30,6 +30,7 @@ from holdfast.core.messages import (
     KillMember,
     Message,
     Record,
+    Release,
     Send,
     SetTimer,
     StartMembers,
@@ -73,6 +74,7 @@ class Job:
         self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
         self.exit_source = past.exit_source
+        self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
         self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
         self.released = past.released
         self.ended = False
@@ -106,6 +108,12 @@ class Job:
         """To a worker."""
         if member.alive:
             self.send_process(member.member_id, message)
+
+    def let_go(self, member: Member) -> None:
+        """Its user code raised, and nobody needs what it holds: it may end, and has to."""
+        member.may_end = True
+        self.send(member, Release(member_id=member.member_id, generation=self.generation))
+        self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
     def send_node(self, node_id: NodeId, message: Message) -> None:
         """To an agent."""

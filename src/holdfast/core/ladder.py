@@ -398,6 +398,9 @@ def _words() -> str:
 def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict:
     """Pick the rung. ``now`` in seconds, on the clock of ``Answered.at_s``."""
     case = Case(situation, tuple(history), config)
+    if situation.left:  # a newcomer would train alone: the others do not begin another step
+        reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
+        return Verdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
     if stop is not None:
         progress = case.savable and case.step > situation.base_step
@@ -410,7 +413,7 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         refused.append(f"{rung.name}: {answer}")
     return Verdict(
         action="stop_nothing_to_resume",
-        reason=f"step {case.step} has no living holder and no checkpoint was sealed",
+        reason=f"step {case.step} has no living holder and no checkpoint was sealed: its steps are lost",
         evidence=(situation.uncovered, *case.failures),
         refused=tuple(refused),
     )

@@ -56,6 +56,7 @@ class Member(msgspec.Struct, kw_only=True):
     finished: Finished | None = None
     is_released: bool = False  # told to return: what it opens after that is another session
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
+    may_end: bool = False  # it was told that nobody needs what it holds
     exited: MemberExited | None = None
     kill_reason: str = ""  # we ordered its death
     hung_at_s: float = 0.0  # because it hangs, since then
@@ -63,6 +64,11 @@ class Member(msgspec.Struct, kw_only=True):
     is_excused: bool = False  # its death was ordered because of somebody else's fault
     state: RankState = "starting"
     step: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """Its user code raised, but the process keeps the state until it is told to go."""
+        return self.failed is not None and self.failed.stays and not self.may_end
 
 
 class Told(NamedTuple):

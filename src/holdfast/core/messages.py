@@ -86,6 +86,7 @@ class WorkerFailed(Message, frozen=True):
     traceback: str
     digest: str
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
+    stays: bool = False  # its session keeps the process, and the state in it, until it is told to go
 
 
 class Settled(Message, frozen=True):

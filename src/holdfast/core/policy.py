@@ -41,7 +41,7 @@ STOP_CODE: dict[str, Exit] = {
     "stop_user_bug": Exit.FAILED,
     "stop_bad_input": Exit.BAD_INPUT,
     "stop_budget": Exit.BUDGET,
-    "stop_nothing_to_resume": Exit.BAD_INPUT,
+    "stop_nothing_to_resume": Exit.FAILED,
 }
 
 DETERMINISTIC_KINDS = frozenset(
@@ -93,6 +93,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     unreplaceable: str  # why the lost ranks cannot be replaced beside the living; empty: they can
     uncovered: str  # why a last-gasp cannot be complete; empty: it can
     checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
+    left: bool = False  # all ranks have agreed to leave at ``step``, and it is saved
     unequal: str = ""  # why no state of the living is trusted; empty: it is
     memory_here: int = -1  # lost ranks can be replaced, beside the living, from states in memory of this step
     memory_step: int = -1  # all ranks can start again from states in memory of this step

@@ -23,6 +23,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Literal
 
+import msgspec
+
 from holdfast.core.decision import Decided, decide
 from holdfast.core.fault import Fault, FaultKind, Seen
 from holdfast.core.gasp import Gasp
@@ -77,6 +79,7 @@ class Recovery:
         self._reports: dict[int, Settled] = {}
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
         self._reason = ""
+        self._ends: Verdict | None = None  # the run ends with this; its save may need another attempt
         self._resume = ""
         self._in_place = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
@@ -197,6 +200,9 @@ class Recovery:
             fault.freed(report.freed_ns, now)
         if report.state == "torn" and self.phase in ("retrying", "replacing", "saving"):
             self.fence(now, f"the update of rank {member.rank} failed")
+        elif report.away and self.phase in ("retrying", "replacing", "resuming"):
+            # Code between two steps met the fault after its rank had answered: it cannot go on in place.
+            self.fence(now, f"rank {member.rank} has left its loop")
         else:
             self.progress(now)
 
@@ -270,8 +276,10 @@ class Recovery:
                     self.job.kill(member, "did not answer while starting")
         elif name == "quiesce" and self.phase in ("fencing", "retrying"):
             for member in living:
-                if member.rank not in self._reports or self.phase == "retrying":
+                if self.phase == "fencing" and member.rank not in self._reports:
                     self.job.kill(member, f"did not settle within {self.job.config.quiesce_s:g} s")
+                elif self.phase == "retrying" and not self._stands_at(member, self.job.step):
+                    self.job.kill(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
         elif name == "join" and self.phase == "replacing":
             for member in living:
                 if member.joining or not self._stands_at(member, self.job.step):
@@ -310,7 +318,8 @@ class Recovery:
         members, living = roster.members, roster.living
         if self.phase == "fencing":
             # Who is being killed may have answered before: it counts when it is gone.
-            if all(m.rank in self._reports and m.failed is None and not m.is_excused for m in living):
+            awaited = (m for m in living if (m.failed is not None and not m.stays) or m.is_excused)
+            if all(m.rank in self._reports for m in living) and not any(awaited) and not self._let_go():
                 torn = [m for m in living if self._reports[m.rank].state == "torn"]
                 if not self.replacement.remove(torn):
                     self._plan(now)
@@ -331,6 +340,20 @@ class Recovery:
             self.job.record("resumed", step=self.job.step, generation=str(self.job.generation))
             self._recovered(now)
 
+    def _let_go(self) -> bool:
+        """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
+        failed = [m for m in self.job.roster.living if m.stays]
+        if not failed:
+            return False
+        decided = decide(self.survey.reports(self._reports), self.job.sealed_step)
+        others = tuple(r for r in decided.sources if r not in {m.rank for m in failed})
+        if decided.step and (not others or self.survey.why_no_holder(others)):
+            return False
+        for member in failed:
+            self._reports.pop(member.rank)
+            self.job.let_go(member)
+        return True
+
     def fence(self, now: float, reason: str) -> None:
         """A new generation begins: everyone out of the old one."""
         job = self.job
@@ -350,7 +373,7 @@ class Recovery:
             if not member.said_hello or member.joining:
                 member.is_excused = True
                 job.kill(member, "was not connected when the generation was fenced")
-            elif member.failed is None:
+            elif member.failed is None or member.stays:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)
         job.timer("quiesce", job.config.quiesce_s)
@@ -366,7 +389,10 @@ class Recovery:
         if decided.step is not None:
             job.step = decided.step
         situation = self.survey.situation(decided, self._reports, self.faults)
-        verdict = judge(now, situation, job.answered, job.config)
+        if self._ends is None:
+            verdict = judge(now, situation, job.answered, job.config)
+        else:
+            verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
         failure = situation.failures[0] if situation.failures else None
         self._pass("planned", now)
         job.record(
@@ -407,6 +433,7 @@ class Recovery:
         self.vouches, self.unvouched = {}, set(decided.sources)
         self._then = "restart"
         if verdict.stops:
+            self._ends = verdict
             self._then = "stop"
             self.final = (STOP_CODE[verdict.action], verdict.reason)
         elif verdict.action == "retry_in_place":
@@ -508,6 +535,8 @@ class Recovery:
             nodes=[str(m.node_id) for m in job.roster.members],
             local_ranks=[m.local_rank for m in job.roster.members],
         )
+        if self._rewind >= 0:
+            self.replacement.went_back(self._rewind)
         lost = 0 if self._rewind < 0 or self.decided is None else (self.decided.step or 0) - job.step
         for fault in self.faults:
             fault.steps_lost = lost

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from holdfast.core.decision import Decided, Report
 from holdfast.core.job import Job
 from holdfast.core.ladder import Ladder
@@ -145,6 +147,13 @@ class Replacement:
     def reports(self) -> list[Report]:
         """What those that were replaced have left."""
         return [Report(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
+
+    def went_back(self, step: int) -> None:
+        """All were told to go back to ``step``: a page proves no later one any more."""
+        self._pages = {
+            rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
+            for rank, page in self._pages.items()
+        }
 
     @property
     def staged(self) -> bool:

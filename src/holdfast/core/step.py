@@ -239,8 +239,7 @@ class StepMachine:
         """This rank holds its state of an earlier ``step`` again, as the decision says for all."""
         if step > self._step:
             raise self._error(InternalError, f"back to step {step}, which is ahead")
-        self._apply(E.REWIND)
-        self._step = step
+        self._apply(E.REWIND, step=step)
 
     def retry(self, generation: Generation) -> bool:
         """Run the step again in ``generation``: the fence is lifted. False when a newer fence stands."""
@@ -267,7 +266,7 @@ class StepMachine:
             "fenced": str(self._fenced or ""),
         }
 
-    def _apply(self, event: StepEvent, *, fenced: bool | None = None) -> RankState:
+    def _apply(self, event: StepEvent, *, fenced: bool | None = None, step: int | None = None) -> RankState:
         is_fenced = self._fenced is not None if fenced is None else fenced
         target = _TARGETS.get((self._state, event, is_fenced))
         if target is None:
@@ -277,6 +276,8 @@ class StepMachine:
         self._state = target
         if event is E.END:
             self._step += 1
+        if step is not None:
+            self._step = step
         self._story.append(f"{where} -{event.value}-> {self._where()}")
         if self._observe is not None:
             self._observe(before, target, self._step)

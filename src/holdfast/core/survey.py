@@ -55,7 +55,7 @@ class Survey:
         job = self.job
         members, room = job.roster.members, job.room()
         finished = [m for m in members if m.finished is not None]
-        no_holder = self._why_no_holder(decided.sources)
+        no_holder = self.why_no_holder(decided.sources)
         not_beside = self._why_not_beside(decided, answers)
         return Situation(
             step=job.step or None,
@@ -65,12 +65,14 @@ class Survey:
             all_sound=decided.step is not None
             and decided.sound
             and len(finished) in (0, len(members))
+            and not any(report.away for report in answers.values())
             and not job.unequal,
             uncovered=self._why_uncovered(decided, no_holder),
             checkpoint_known=job.sealed_step >= 0
             or job.base_step > 0
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members)
             or self.replacement.staged,
+            left=job.agreed_step is not None and job.agreed_step == job.step <= job.sealed_step,
             unreplaceable=not_beside or no_holder,
             unequal=job.unequal,
             memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
@@ -94,7 +96,7 @@ class Survey:
             return f"no living rank holds the state of step {job.step}"
         if gasp.failures >= job.config.save_attempts_max:
             return f"{gasp.failures} attempts failed, the last one: {gasp.error}"
-        uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
+        uncovered = no_holder if sources == decided.sources else self.why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
     def _why_not_beside(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
@@ -119,7 +121,8 @@ class Survey:
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
-    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
+    def why_no_holder(self, sources: tuple[int, ...]) -> str:
+        """Why these ranks do not hold the whole state; empty when they do."""
         if missing := self._unpublished():
             return f"rank(s) {missing[:8]} published no layout"
         return self.job.uncovered(self.job.roster.all_layouts(), sources)

@@ -112,6 +112,7 @@ class Client:
         self.hello: Callable[[], tuple[RankState, int]] = _starting
         self.on_fence_default: Callable[[str], None] | None = None
         self.fenced = False
+        self.failed: BaseException | None = None  # the exception that the controller was told
         self.connected = False
         self.refused_stale = 0
         self._newest = generation
@@ -207,6 +208,9 @@ class Client:
             timeout_s=timeout_s,
         )
         request = self._requests[number] = _Request(message)
+        if self.fenced:  # looked at after it was noted: a fence that comes later ends what is noted
+            self._requests.pop(number, None)
+            return KvReply(request_id=number, ok=False, error="fenced")
         self._wake()
         request.done.wait(timeout_s + KV_SLACK_S)
         self._requests.pop(number, None)

@@ -6,36 +6,29 @@ uncaught exception; 3 after a typed UserError or StoreError; 78 (RESTART) when i
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import re
 import runpy
 import sys
-import time
-import traceback
 import types
 from pathlib import Path
 from typing import Literal, cast
 
-import msgspec
-
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.core.page import Phase, Word
-from holdfast.errors import ScriptError, StoreError, UserError
+from holdfast.errors import ScriptError
 from holdfast.exits import Exit
 from holdfast.runtime import environment
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
+from holdfast.runtime.failing import show, tell
 from holdfast.runtime.frameworks import install_framework
 from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, environment_path, open_log, write_private
+from holdfast.runtime.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.standin import exempt, use
 
-ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
@@ -145,7 +138,7 @@ def main() -> int:
         code = _exit_code(error)
         if code != Exit.OK and client.page.state()[1] is not Phase.FINISHED:
             # A script that gives up by itself (a wrong argument) will do so again: to the controller, an exception.
-            _tell(client, error, f"exit code {code}")
+            tell(client, error, f"exit code {code}")
     except BaseException as error:
         code = _report(client, error)
     else:
@@ -182,51 +175,10 @@ def _report(client: Client, error: BaseException) -> int:
     while tail is not None and tail.tb_frame.f_code.co_filename in _OWN_FRAMES:
         tail = tail.tb_next
     error.__traceback__ = tail
-    sys.excepthook(type(error), error, tail)
-    text = "".join(traceback.format_exception(error))[-TEXT_SIZE_MAX:]
-    what = str(error)[:TEXT_SIZE_MAX]
-    _write_error_file(f"{type(error).__name__}: {what}", text)
-    if client.fenced:
+    show(error)
+    if client.fenced and client.failed is not error:
         return int(Exit.RESTART)
-    return int(Exit.BAD_INPUT if _tell(client, error, what, text) else Exit.FAILED)
-
-
-def _tell(client: Client, error: BaseException, what: str, text: str = "") -> bool:
-    """Tell the controller that user code ended this process. Returns True for an error that the user has to fix."""
-    user_error = isinstance(error, UserError | StoreError)
-    client.send(
-        WorkerFailed(
-            member_id=client.member_id,
-            generation=client.generation,
-            step=client.page.state()[0],
-            kind=type(error).__name__,
-            what=what,
-            traceback=text,
-            digest=digest(error),
-            user_error=user_error,
-        )
-    )
-    return user_error
-
-
-def digest(error: BaseException) -> str:
-    """Identity of an exception: type, text without addresses, and the place that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
-    text = f"{type(error).__qualname__}|{ADDRESS.sub('0x', str(error))}|{place}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _write_error_file(what: str, text: str) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not path or Path(path).exists():  # torch's @record was there first
-        return
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})
-    try:
-        write_private(Path(path), document)
-    except OSError as error:
-        sys.stderr.write(f"holdfast: cannot write the error file {path}: {error.strerror}\n")
+    return int(Exit.BAD_INPUT if tell(client, error) else Exit.FAILED)
 
 
 if __name__ == "__main__":

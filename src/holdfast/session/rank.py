@@ -92,7 +92,8 @@ class Rank:
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
         self._calls = Calls()
-        self._told: tuple[Generation, RankState, int] | None = None
+        self._told: tuple[Generation, RankState, int, bool] | None = None
+        self._goes_back = False  # the main thread overwrites this state with an earlier one
         self._resume: Resume | None = None
         self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
@@ -121,6 +122,11 @@ class Rank:
     def fenced(self) -> bool:
         """A newer generation exists and this rank has not joined it."""
         return self.machine.fenced is not None
+
+    @property
+    def goes_back(self) -> bool:
+        """Its state is half of one step and half of an earlier one: nobody may read it."""
+        return self._goes_back
 
     @property
     def member_id(self) -> MemberId:
@@ -199,11 +205,11 @@ class Rank:
         self._answer()
 
     def _answer(self) -> None:
-        """Answer the fence when the machine has settled, and again when a decision moved it."""
+        """Answer the fence when the machine has settled, and again when a decision moved it, or user code fell."""
         fenced = self.machine.fenced
-        if self.client is None or fenced is None or not self.machine.settled:
+        if self.client is None or fenced is None or not self.machine.settled or self._goes_back:
             return
-        now = (fenced, self.machine.state, self.machine.step)
+        now = (fenced, self.machine.state, self.machine.step, self.away)
         if now == self._told:
             return
         self._told = now
@@ -411,13 +417,16 @@ class Rank:
                 self._resume = None
             if resume.step < self.step:
                 self._go_back(resume.step)
+            with self.changed:
+                if self.machine.fenced is not None and self.machine.fenced > resume.generation:
+                    continue
             try:
                 self._adapter.reconfigure(resume.generation)
             except GroupError as error:
                 # Another fault came while the groups were built, or this one cannot be answered in place.
                 with self.changed:
                     fenced = self.machine.fenced
-                if fenced is not None and fenced <= resume.generation and self.client is not None:
+                if (fenced is None or fenced <= resume.generation) and self.client is not None:
                     self.client.send(
                         FaultSeen(
                             member_id=self.member_id,
@@ -434,14 +443,15 @@ class Rank:
                     return
 
     def _go_back(self, step: int) -> None:
-        """Take the kept state of ``step``, which was found sound a moment ago."""
+        """Take the kept state of ``step``, which was found sound a moment ago. A fence meanwhile is answered after."""
+        with self.changed:
+            self._goes_back = True
         try:
             self._calls.rewind(step)
         except CheckpointInvalid:
             leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
         with self.changed:
-            assert self.machine.fenced is not None
-            self._told = (self.machine.fenced, self.machine.state, step)
+            self._goes_back = False
             self.machine.rewind(step)
         self.enter(Phase.READY)
 
@@ -484,33 +494,30 @@ class Rank:
         self.await_resume()
         return False
 
-    def await_kill(self) -> None:
-        """A newcomer without a state is of no use: the fence that follows ends it."""
-        with self.changed:
-            self._wait(lambda: False)
-
-    def await_end(self) -> None:
-        """Torn: this process is replaced. Waits for the order to leave."""
-        self.enter(Phase.TORN)
+    def await_end(self, phase: Phase | None = None) -> None:
+        """This process cannot go on: a source of what it holds, until it is told to leave or killed. Never returns."""
+        if phase is not None:
+            self.enter(phase)
         self.freed()
         with self.changed:
             self._answer()
             self._wait(lambda: False)
+
+    def await_word(self, limit_s: float) -> None:
+        """User code raised, and the job was told: a source of what this process holds, until nobody needs it."""
+        if self.state == "aborted":
+            self.enter(Phase.ABORTED)
+        self.freed()
+        deadline_s = time.monotonic() + limit_s
+        with self.changed:
+            while not self.released and not self.orphaned and time.monotonic() < deadline_s:
+                self.changed.wait(POLL_S)
 
     def await_fence(self) -> None:
         """A vote between two steps broke: the controller has been told, and fences all."""
         self.freed()
         with self.changed:
             self._wait(lambda: self.fenced)
-
-    def await_leave(self) -> None:
-        """User code outside of a step fell over the fault: stay a source of the last-gasp until told to leave.
-
-        Returns only when the job would go on in place, which this process cannot any more.
-        """
-        self.freed()
-        with self.changed:
-            self._wait(lambda: self._resume is not None)
 
     def staged(self, step: int) -> None:
         """A writer process has this rank's share of a save of ``step``."""

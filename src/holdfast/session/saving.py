@@ -25,6 +25,7 @@ from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.core.sightings import CopyDigest, Vouched
+from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.runtime.client import Client
 from holdfast.session.handover import Giver
@@ -91,6 +92,7 @@ class Saver:
     ) -> None:
         self.root = root
         self._saved: tuple[Generation, int] | None = None
+        self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -152,6 +154,23 @@ class Saver:
     def is_saved(self) -> bool:
         """This step was saved in this generation: a newcomer knows of no other, and all ranks must say the same."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
+
+    def is_written(self) -> bool:
+        """This step was saved, and what was handed over has been written, by all ranks (which all ask).
+
+        Raises:
+            PeerLost: the vote broke.
+        """
+        if not self.is_saved:
+            return False
+        self._background.wait()
+        return self._all_wrote(self._unwritten != self._saved)
+
+    def _all_wrote(self, written: bool) -> bool:
+        """Whether every rank could write its share of this step. Raises: PeerLost."""
+        ballot = Ballot(step=self._rank.step, between=True, save=not written)
+        tally = Tally.read(self._adapter.vote(ballot.encode()), self._adapter.world_size)
+        return tally.passed and not tally.save
 
     def inherit(self, order: Receive) -> None:
         """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""
@@ -250,9 +269,19 @@ class Saver:
         self._background.wait()
         started_s = time.perf_counter()
         threads = threads_of_rank()
-        written = write_share(root, save_id, catalogue, made, rank, collected, values, own, threads=threads)
+        try:
+            written = write_share(
+                root, save_id, catalogue, made, rank, collected, values, own, threads=threads
+            )
+        except HoldfastError:
+            self._all_wrote(False)  # the others wait for this share
+            raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
+        if not self._all_wrote(True):
+            raise StoreWriteError(
+                f"step {save_id.step}: another rank could not write its share", hint="its log says why"
+            )
         self.saved(save_id.step)
         return written.sealed or self._await_seal(root / save_id.directory())
 
@@ -279,7 +308,7 @@ class Saver:
             self._verifier.agree(None)  # the others wait for this rank's word
             raise
         if not self._verifier.agree(collected):
-            self._rank.await_leave()
+            self._rank.await_end()
             raise StateError(f"copies of the state of step {self._rank.step} differ between ranks")
         return collected, catalogue, made
 
@@ -299,6 +328,7 @@ class Saver:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
         if not isinstance(result, Written):
+            self._unwritten = save_id.generation, save_id.step
             return
         self._pace.measured(durable_s=result.duration_s)
         if result.sealed and self.root is not None:
@@ -381,7 +411,9 @@ class Saver:
         rank = self._rank
         deadline_s = time.monotonic() + BLOCK_TIMEOUT_S
         with rank.changed:
-            while not (rank.state in ("ready", "aborted", "finished") and rank.step == settle.step):
+            while rank.goes_back or not (
+                rank.state in ("ready", "aborted", "finished") and rank.step == settle.step
+            ):
                 if rank.state == "torn" or rank.machine.fenced != settle.generation:
                     raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
                 if time.monotonic() > deadline_s:

@@ -17,12 +17,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
-from holdfast.core.messages import ExitAgreed, SessionOpened
+from holdfast.core.messages import ExitAgreed, Leave, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import (
     CheckpointInvalid,
     HoldfastError,
+    PeerLost,
     StepError,
     StoreWriteError,
     UnsupportedError,
@@ -31,6 +32,7 @@ from holdfast.errors import (
 from holdfast.exits import Exit
 from holdfast.runtime.buddy import puller
 from holdfast.runtime.client import Client, leave_process
+from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -53,6 +55,8 @@ from holdfast.store.policy import save_policies
 log = logging.getLogger("holdfast")
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
+STAY_S = 90.0
+"""A process whose script has raised waits this long for a word; a last-gasp has 60 s, a new controller a few."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
 
@@ -144,6 +148,7 @@ class Session:
         self._spare: StandIn | None = None
         self._rehearsing = False
         self._attached = False
+        self._opened = False
 
     # ------------------------------------------------------------------ open
 
@@ -262,7 +267,7 @@ class Session:
                 self._stand_at(self._tier.load(order.step))
             except CheckpointInvalid as error:
                 self._rank.refuse(order.generation, order.step, error)
-                self._rank.await_kill()
+                self._rank.await_end()
         else:
             self._stand_at(take(self._adapter, client, order))
         self._saver.inherit(order)
@@ -328,6 +333,7 @@ class Session:
         saver.start()
         self._pace.start(self._step)
         rank.enter(Phase.READY)
+        self._opened = True
 
     def _rewind(self, step: int) -> None:
         """All ranks go back to the state of ``step`` that each has in memory. Raises: CheckpointInvalid."""
@@ -543,7 +549,11 @@ class Session:
         try:
             self._asked()
             if error is None:
-                self._finish()
+                try:
+                    self._finish()
+                except Exception as late:
+                    self._fall(late)
+                    raise
                 self._tier.close()
             elif isinstance(error, Exception):
                 self._fall(error)
@@ -565,9 +575,22 @@ class Session:
         if self._client is not None and broken:
             what = error.message if isinstance(error, HoldfastError) else str(error)
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
-            rank.await_leave()
+            rank.await_end()
+        elif self._client is not None and self._opened and not rank.joining:
+            self._stay(self._client, error)
         elif state != "torn":
             self._saver.rescue(state == "aborted")
+
+    def _stay(self, client: Client, error: Exception) -> None:
+        """The script's own exception: keep what this process holds until the job knows that others hold it, too."""
+
+        def leave(order: Leave) -> None:
+            show(error)
+            leave_process(order.code)
+
+        client.on(Leave, leave)
+        tell(client, error, stays=True)
+        self._rank.await_word(STAY_S)
 
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
@@ -581,7 +604,11 @@ class Session:
             if not self._exit_agreed and rank.step:
                 if not saver.verify():
                     continue
-                if not saver.is_saved:
-                    sealed = saver.save("final", wait=True)
+                try:
+                    if not saver.is_written():
+                        sealed = saver.save("final", wait=True)
+                except PeerLost:
+                    rank.await_fence()
+                    continue
             if rank.finish("exit" if self._exit_agreed else "done", sealed):
                 return

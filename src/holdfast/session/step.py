@@ -326,7 +326,7 @@ class Blocks:
                 rank.fail()
             )  # told to apply, but the update was left: only a holder of the step can tell it now
         if state in ("torn", "updating"):
-            rank.await_end()
+            rank.await_end(Phase.TORN)
         adapter.abort()
         self._current = None
         if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():

@@ -106,7 +106,7 @@ class Checks:
 
     def recorded(self, record: Record) -> None:
         """The controller said something."""
-        if record.kind == "resumed":
+        if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
             self.scene.replaced = []  # from here on a rank may stand below what they have left
         if record.kind == "planned":
             self._planned(record)

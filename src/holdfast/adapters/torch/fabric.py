@@ -70,6 +70,9 @@ class Handle(Protocol):
     @property
     def inner(self) -> Inner | None: ...
 
+    def meet(self, generation: Generation) -> None:
+        """Wait until every rank is about to rebuild. Raises: GroupError."""
+
     def rebuild(self, generation: Generation) -> None:
         """Replace the inner group by a fresh one of ``generation``. Raises: GroupError."""
 
@@ -369,6 +372,8 @@ class Fabric:
             self.bury(vote)
         self._leave_board()
         for group in groups:
+            if not group.order[0]:
+                group.meet(generation)
             group.rebuild(generation)
         with self._lock:
             if self._poisonings != seen:

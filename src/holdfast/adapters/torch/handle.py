@@ -92,6 +92,18 @@ class ReconfigurableGroup(dist.ProcessGroup):
             return f"the default group has {self.spec.world_size} ranks, the job {client.world_size}"
         return ""
 
+    def meet(self, generation: Generation) -> None:
+        """A rank may come late, from code between two steps: who dialled it before would give up at gloo's bound."""
+        store = self._store_of(generation, self.spec.name, self.spec.timeout)
+        store.set(f"here/{self.spec.rank}", "")
+        try:
+            if self.spec.rank == 0:
+                store.wait([f"here/{rank}" for rank in range(self.spec.world_size)])
+                store.set("here", "")
+            store.wait(["here"])
+        except dist.DistStoreError as error:
+            raise GroupError(f"not every rank came to generation {generation}: {error}") from error
+
     def rebuild(self, generation: Generation) -> None:
         if self.inner is not None:
             self._fabric.bury(self.inner)
@@ -120,16 +132,16 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return Board(path, self.spec.rank, self.spec.world_size).start()
 
     def _build(self, spec: GroupSpec, generation: Generation, limit: timedelta) -> BuiltGroup:
+        return build(spec, self._store_of(generation, spec.name, limit), limit, self._fabric.stopped())
+
+    def _store_of(self, generation: Generation, name: str, limit: timedelta) -> Store:
+        """Keys of one generation of a group."""
         client = rendezvous.control_client()
-        store: Store
-        stop = self._fabric.stopped()
-        if client is not None and not self.replaceable():
-            prefix = f"g{generation}/{spec.name}/"
-            store = rendezvous.ControlStore(client, prefix, stop)
-            store.set_timeout(limit)
-        else:
-            store = PrefixStore(f"holdfast/{spec.name}/", self._store)
-        return build(spec, store, limit, stop)
+        if client is None or self.replaceable():
+            return PrefixStore(f"holdfast/{name}/", self._store)
+        store = rendezvous.ControlStore(client, f"g{generation}/{name}/", self._fabric.stopped())
+        store.set_timeout(limit)
+        return store
 
     # ------------------------------------------------------------------ one way for all collectives
 

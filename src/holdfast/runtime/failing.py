@@ -1,0 +1,81 @@
+"""An exception of user code that ends its process: the log, the error file and the controller hear of it.
+
+Theory. It is said as soon as it is known: the session says it while the process still holds the state, and waits for a
+word (``stays``), since all ranks may fall over the same thing at once, and then nobody else has it. What no session
+sees is said when the script has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
+from holdfast.errors import StoreError, UserError
+from holdfast.runtime.client import Client
+from holdfast.runtime.rundir import write_private
+
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback, and write the error file that elastic launchers read."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    _write_error_file(f"{type(error).__name__}: {str(error)[:TEXT_SIZE_MAX]}", _text(error))
+
+
+def tell(client: Client, error: BaseException, what: str = "", *, stays: bool = False) -> bool:
+    """Tell the controller that user code ends this process, once. Returns True for an error that the user has to fix.
+
+    Args:
+        what: in place of the exception's own text.
+        stays: the process waits until it is told to go.
+    """
+    user_error = isinstance(error, UserError | StoreError)
+    if client.failed is not error:
+        client.failed = error
+        client.send(
+            WorkerFailed(
+                member_id=client.member_id,
+                generation=client.generation,
+                step=client.page.state()[0],
+                kind=type(error).__name__,
+                what=what or str(error)[:TEXT_SIZE_MAX],
+                traceback=_text(error),
+                digest=digest(error),
+                user_error=user_error,
+                stays=stays,
+            )
+        )
+    return user_error
+
+
+def digest(error: BaseException) -> str:
+    """Identity of an exception: type, text without addresses, and the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
+    text = f"{type(error).__qualname__}|{ADDRESS.sub('0x', str(error))}|{place}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-TEXT_SIZE_MAX:]
+
+
+def _write_error_file(what: str, text: str) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or Path(path).exists():  # torch's @record was there first
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})
+    try:
+        write_private(Path(path), document)
+    except OSError as error:
+        sys.stderr.write(f"holdfast: cannot write the error file {path}: {error.strerror}\n")

@@ -1,0 +1,94 @@
+"""A small training whose script falls, or whose ranks do, in ways that leave the loop; one digest file per rank.
+
+``python fallen_job.py --what WHAT --layout ddp|hsdp --result DIR``: ``raise`` (every rank raises at step 5, once),
+``always`` (in every life), ``metric`` (rank 1 is killed while the others are in a collective between two steps),
+``spoil`` (before the last step the checkpoint directory becomes a file, so nothing can be saved any more), ``leave``
+(asked to exit; when all is saved, rank 1 is killed in what the script does after its loop).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import holdfast
+
+STEPS = 12
+AT = 5
+
+
+def main() -> None:
+    """Train ``STEPS`` steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--what", default="")
+    parser.add_argument("--layout", default="ddp")
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--save-every", type=int, default=1000)
+    given = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, place = dist.get_rank(), Path("ckpt")
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = net
+    if given.layout == "hsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    else:
+        model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = [(torch.randn(8, 64), torch.randn(8, 1)) for _ in range(STEPS)]
+    mark = Path(f"struck-{rank}")
+    first = not mark.exists()
+    with holdfast.session(
+        model=model, optimizer=optimizer, checkpoint=place, save=given.save_every, memory=0
+    ) as s:
+        for step in s.steps(until=STEPS):
+            with step:
+                x, y = data[step.number]
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                if step.number == AT and (given.what == "always" or (given.what == "raise" and first)):
+                    mark.touch()
+                    raise ValueError(f"nan in rank {rank}")
+                if step.number == STEPS - 1 and given.what == "spoil" and rank == 0 and place.is_dir():
+                    place.rename("ckpt-before")
+                    place.write_text("in the way")
+                optimizer.step()
+                optimizer.zero_grad()
+            if given.what == "metric":
+                if step.number == AT and rank == 1 and first:
+                    mark.touch()
+                    time.sleep(0.3)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(loss.detach().clone())
+            if given.what == "leave" and step.number == AT and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if given.what == "leave":
+                time.sleep(0.05)
+        if given.what == "leave" and rank == 1 and first:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if given.what == "leave":
+            time.sleep(0.5)
+    total = xxhash.xxh3_128()
+    for parameter in net.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        total.update(local.detach().numpy().tobytes())
+    given.result.mkdir(exist_ok=True)
+    (given.result / f"rank-{rank}.json").write_text(json.dumps({"digest": total.hexdigest()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

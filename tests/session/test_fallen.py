@@ -1,0 +1,68 @@
+"""User code falls in every rank at once, or outside of a step: what was committed stays, and nobody trains it twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import Exit
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("fallen_job.py"))
+STEPS = 12
+
+
+def run(
+    where: Path, what: str, layout: str = "ddp", *more: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """One job of four (HSDP) or three workers, and the digests that it ended with."""
+    where.mkdir()
+    nproc = 4 if layout == "hsdp" else 3
+    done = run_job(where, nproc, JOB, "--what", what, "--layout", layout, "--result", "result", *more)
+    found = sorted(where.glob("result/rank-*.json"))
+    return done, [json.loads(path.read_text())["digest"] for path in found]
+
+
+def events(where: Path, kind: str) -> list[dict[str, object]]:
+    """Data of the events of one kind."""
+    (log,) = where.glob("runs/*/events.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line["data"] for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(("what", "layout"), [("raise", "ddp"), ("raise", "hsdp"), ("metric", "hsdp")])
+def test_no_step_is_lost_and_the_bits_stay(tmp_path: Path, what: str, layout: str) -> None:
+    done, digests = run(tmp_path / "struck", what, layout)
+    assert done.returncode == 0, done.stdout
+    assert [r["steps_lost"] for r in events(tmp_path / "struck", "restored")] == [0, 0], done.stdout
+    calm, wanted = run(tmp_path / "calm", "", layout)
+    assert calm.returncode == 0 and digests == wanted, done.stdout
+
+
+def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    done, _ = run(tmp_path / "job", "always")
+    assert done.returncode == Exit.FAILED, done.stdout
+    assert "the same exception at step 5 twice: ValueError: nan" in done.stdout
+    assert list((tmp_path / "job" / "ckpt").glob("step-00000005.*")), "what was done before is saved"
+
+
+@pytest.mark.parametrize("save_every", ["1000", str(STEPS)])
+def test_an_end_that_cannot_be_saved_is_said_and_nothing_is_trained_again(
+    tmp_path: Path, save_every: str
+) -> None:
+    """Also where a periodic save of the last step was handed over, and could not be written."""
+    done, digests = run(tmp_path / "job", "spoil", "ddp", "--save-every", save_every)
+    assert done.returncode == Exit.BAD_INPUT and digests == [], done.stdout
+    assert "StoreWriteError" in done.stdout
+    assert len(events(tmp_path / "job", "generation_started")) == 1, done.stdout
+
+
+def test_a_death_after_an_exit_was_saved_ends_the_run(tmp_path: Path) -> None:
+    done, _ = run(tmp_path / "job", "leave")
+    assert done.returncode == Exit.REQUEUE, done.stdout
+    assert len(events(tmp_path / "job", "generation_started")) == 1, done.stdout
