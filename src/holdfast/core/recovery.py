@@ -60,6 +60,7 @@ def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
     return place < len(ranks) and ranks[place] == rank
 
 
+IN_PLACE = ("retrying", "replacing", "resuming")
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
 """What the fault of a newcomer need not go through again: the decision that it was started for stands."""
 
@@ -200,8 +201,7 @@ class Recovery:
             fault.freed(report.freed_ns, now)
         if report.state == "torn" and self.phase in ("retrying", "replacing", "saving"):
             self.fence(now, f"the update of rank {member.rank} failed")
-        elif report.away and self.phase in ("retrying", "replacing", "resuming"):
-            # Code between two steps met the fault after its rank had answered: it cannot go on in place.
+        elif report.away and self.phase in IN_PLACE:  # it fell after it had answered
             self.fence(now, f"rank {member.rank} has left its loop")
         else:
             self.progress(now)
@@ -343,11 +343,8 @@ class Recovery:
     def _let_go(self) -> bool:
         """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
         failed = [m for m in self.job.roster.living if m.stays]
-        if not failed:
-            return False
         decided = decide(self.survey.reports(self._reports), self.job.sealed_step)
-        others = tuple(r for r in decided.sources if r not in {m.rank for m in failed})
-        if decided.step and (not others or self.survey.why_no_holder(others)):
+        if not failed or self.survey.needs(decided, {m.rank for m in failed}):
             return False
         for member in failed:
             self._reports.pop(member.rank)
@@ -389,9 +386,8 @@ class Recovery:
         if decided.step is not None:
             job.step = decided.step
         situation = self.survey.situation(decided, self._reports, self.faults)
-        if self._ends is None:
-            verdict = judge(now, situation, job.answered, job.config)
-        else:
+        verdict = self._ends or judge(now, situation, job.answered, job.config)
+        if self._ends:
             verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
         failure = situation.failures[0] if situation.failures else None
         self._pass("planned", now)
@@ -535,9 +531,10 @@ class Recovery:
             nodes=[str(m.node_id) for m in job.roster.members],
             local_ranks=[m.local_rank for m in job.roster.members],
         )
-        if self._rewind >= 0:
+        lost = 0
+        if self._rewind >= 0 and self.decided is not None:
             self.replacement.went_back(self._rewind)
-        lost = 0 if self._rewind < 0 or self.decided is None else (self.decided.step or 0) - job.step
+            lost = (self.decided.step or 0) - job.step
         for fault in self.faults:
             fault.steps_lost = lost
         job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))

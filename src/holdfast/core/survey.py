@@ -55,7 +55,7 @@ class Survey:
         job = self.job
         members, room = job.roster.members, job.room()
         finished = [m for m in members if m.finished is not None]
-        no_holder = self.why_no_holder(decided.sources)
+        no_holder = self._why_no_holder(decided.sources)
         not_beside = self._why_not_beside(decided, answers)
         return Situation(
             step=job.step or None,
@@ -96,7 +96,7 @@ class Survey:
             return f"no living rank holds the state of step {job.step}"
         if gasp.failures >= job.config.save_attempts_max:
             return f"{gasp.failures} attempts failed, the last one: {gasp.error}"
-        uncovered = no_holder if sources == decided.sources else self.why_no_holder(sources)
+        uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
     def _why_not_beside(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
@@ -121,8 +121,12 @@ class Survey:
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
-    def why_no_holder(self, sources: tuple[int, ...]) -> str:
-        """Why these ranks do not hold the whole state; empty when they do."""
+    def needs(self, decided: Decided, ranks: set[int]) -> bool:
+        """The decided state is not whole without what these ranks hold."""
+        others = tuple(rank for rank in decided.sources if rank not in ranks)
+        return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
+
+    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
         if missing := self._unpublished():
             return f"rank(s) {missing[:8]} published no layout"
         return self.job.uncovered(self.job.roster.all_layouts(), sources)

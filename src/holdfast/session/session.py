@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
 from holdfast.core.messages import ExitAgreed, Leave, SessionOpened
@@ -30,19 +28,17 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exits import Exit
-from holdfast.runtime.buddy import puller
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
-from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.standin import StandIn
 from holdfast.session.handover import take
 from holdfast.session.loop import Loops
-from holdfast.session.memory import AUTO, Tier
+from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import Calls, Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
+from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
 from holdfast.session.signals import ExitWatch
 from holdfast.session.spare import rehearsals
@@ -102,34 +98,6 @@ class Settings:
         self.memory = memory
 
 
-class _Run(NamedTuple):
-    """What a session needs to know of its run; ``shared`` is memory that outlives this process."""
-
-    saves_as: str
-    age_s: float = 0.0
-    verify_every: int = 0
-    memory_every: int = AUTO
-    checkpoints: Path | None = None
-    shared: Path | None = None
-    pull: Callable[[int, int], bool] | None = None
-
-
-def _run_of(client: Client | None, library: bool) -> _Run:
-    """The run of this process, or one of its own; ``library``: the job itself made it, without a launcher."""
-    if client is None or client.run_dir is None:
-        return _Run(f"solo-{secrets.token_hex(4)}")
-    place, about = RunDir(client.run_dir), RunSettings.load(client.run_dir)
-    return _Run(
-        about.saves_as,
-        time.time() - about.created_at,
-        about.verify_every,
-        about.memory_every,
-        None if library else place.checkpoints,
-        None if library else place.pages(),
-        puller(place, about.node) if about.several else None,
-    )
-
-
 class Session:
     """Made by :func:`holdfast.session`; a context manager.
 
@@ -163,7 +131,7 @@ class Session:
             )
         self._client, library = self._join()
         client = self._client
-        run = _run_of(client, library)
+        run = run_of(client, library)
         self.root = (
             absolute(os.environ[ROOT_VARIABLE]) if ROOT_VARIABLE in os.environ else settings.checkpoint
         )
