@@ -100,6 +100,77 @@ def test_a_killed_zygote_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
         assert run.wait() == 0 and run.nothing_left()
 
 
+def stop_zygote(run: Run) -> int:
+    """SIGSTOP to the zygote of a run; returns its process id."""
+    endpoint = run.dir.read_endpoint("zygote")
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGSTOP)
+    return endpoint.pid
+
+
+def test_a_stopped_zygote_is_replaced_when_it_does_not_answer(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("60",)) as run:
+        run.start()
+        pids = run.pids()
+        run.wait_log("rank 1", rank=1)
+        zygote = stop_zygote(run)
+        os.kill(pids[1], signal.SIGKILL)
+        assert run.wait_event("zygote_silent").data["asked"] == [5, 6, 7, 8]
+        run.wait_event("zygote_ready", 2)
+        assert not exists(zygote)
+        assert run.wait() == 0
+        assert [e.data["member_id"] for e in run.events("member_started")] == [1, 2, 3, 4, 9, 10, 11, 12]
+        assert run.log(1, attempt=2).endswith("done\n") and run.nothing_left()
+
+
+def test_a_stopped_zygote_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("100000",)) as run:
+        run.start()
+        pids = run.pids()
+        run.wait_log("rank 1", rank=1)
+        stop_zygote(run)
+        os.kill(pids[1], signal.SIGKILL)
+        run.wait_event("generation_started", 2)
+        run.stop()
+        assert run.wait() == 130 and run.nothing_left()
+
+
+FREEZES_AFTER_FORK = """
+import os, signal, sys
+from pathlib import Path
+zygote = sys.modules["__main__"].Zygote
+become, tell = zygote._become_child, zygote._tell
+mark = Path(os.environ["HOLDFAST_RUN_DIR"], "ghost")
+def become_and_stop(self):
+    become(self)
+    mark.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+def stop_and_tell(self, message):
+    if type(message).__name__ == "Spawned":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tell(self, message)
+if not mark.exists():
+    zygote._become_child, zygote._tell = become_and_stop, stop_and_tell
+"""
+"""A module for zygotes to preload: the first one and its child stop after the fork, before they say a word."""
+
+
+def test_a_worker_whose_zygote_died_before_it_said_so_is_not_a_second_one(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("200",), nproc=1, preload=("freeze",)) as run:
+        (tmp_path / "stub" / "freeze.py").write_text(FREEZES_AFTER_FORK)
+        run.start()
+        mark = run.dir.path / "ghost"
+        ghost = int(until("the fork", lambda: mark.exists() and mark.read_text()))
+        endpoint = run.dir.read_endpoint("zygote")
+        assert endpoint is not None
+        os.kill(endpoint.pid, signal.SIGKILL)
+        run.wait_event("member_started")
+        os.kill(ghost, signal.SIGCONT)
+        assert run.wait_event("ghost_killed").data == {"member": 1, "pid": ghost}
+        assert run.wait() == 0
+        assert [e.data["member_id"] for e in run.events("member_started")] == [2] and run.nothing_left()
+
+
 LAUNCHER = """
 import sys, time
 from pathlib import Path

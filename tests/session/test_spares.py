@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.runs import until
+from tests.runtime.runs import exists, until
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -28,6 +28,8 @@ EVERYTHING = pytest.mark.skipif("HOLDFAST_SPARES" not in os.environ, reason="mak
 
 class Job:
     """A run of ``spare_job.py``."""
+
+    launcher: subprocess.Popen[bytes]
 
     def __init__(self, where: Path, layout: str) -> None:
         self.where = where
@@ -53,6 +55,11 @@ class Job:
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)
 
+    def zygote(self) -> int:
+        """Its process id."""
+        (endpoint,) = self.where.glob("runs/*/zygote.json")
+        return int(json.loads(endpoint.read_text())["pid"])
+
     def open(self, gate: int) -> None:
         """Let the job go on beyond a step."""
         (self.result / f"go-{gate}").touch()
@@ -68,8 +75,10 @@ class Job:
 
 
 @contextmanager
-def running(where: Path, *arguments: str, spares: int = 0, layout: str = "ddp") -> Iterator[Job]:
-    """A job that is waited for at the end, and must end well."""
+def running(
+    where: Path, *arguments: str, spares: int = 0, layout: str = "ddp", code: int = 0
+) -> Iterator[Job]:
+    """A job that is waited for at the end, and must end well, or as told."""
     job = Job(where, layout)
     job.result.mkdir(parents=True)
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", str(job.ranks), "--hang-factor", "0"]
@@ -79,9 +88,10 @@ def running(where: Path, *arguments: str, spares: int = 0, layout: str = "ddp") 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with job.output.open("wb") as output:
         launcher = subprocess.Popen(command, cwd=where, env=environment, stdout=output, stderr=output)
+        job.launcher = launcher
         try:
             yield job
-            assert launcher.wait(100) == 0, job.output.read_text()
+            assert launcher.wait(100) == code, job.output.read_text()
         finally:
             if launcher.poll() is None:
                 launcher.send_signal(signal.SIGTERM)
@@ -166,6 +176,54 @@ def test_a_stopped_spare_is_not_used(tmp_path: Path, undisturbed: dict[str, list
         job.kill(1)
         job.open(3)
         job.wait("joined", 1)
+    assert job.digests() == undisturbed["ddp"]
+    assert len(job.events("verdict")) == 1
+
+
+def test_a_stopped_zygote_is_replaced_and_forks_the_newcomer(
+    tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    """The first newcomer never is a process; the survivors wait for the second one."""
+    with running(tmp_path, "--gates", "3") as job:
+        job.wait("resumed", 1)
+        os.kill(job.zygote(), signal.SIGSTOP)
+        job.kill(1)
+        job.open(3)
+        assert job.wait("zygote_silent", 1)["asked"] == [job.ranks + 1]
+        assert job.wait("joined", 1)["member_id"] == job.ranks + 2
+    assert job.digests() == undisturbed["ddp"]
+    assert {e["steps_lost"] for e in job.events("recovered")} == {0}
+
+
+def test_a_second_interrupt_ends_a_job_whose_newcomer_never_was_a_process(tmp_path: Path) -> None:
+    with running(tmp_path, "--gates", "3", code=130) as job:
+        job.wait("resumed", 1)
+        zygote = job.zygote()
+        os.kill(zygote, signal.SIGSTOP)
+        job.kill(1)
+        job.wait("members_replaced", 1)
+        job.launcher.send_signal(signal.SIGINT)
+        job.wait("exit_requested", 1)
+        job.launcher.send_signal(signal.SIGINT)
+    assert "stopping at once" in job.output.read_text()
+    pids = [zygote, *(e["pid"] for kind in ("agent_started", "member_started") for e in job.events(kind))]
+    assert not any(exists(pid) for pid in pids)
+
+
+@EVERYTHING
+def test_a_spare_that_a_stopped_zygote_was_asked_for_is_built_by_the_next_one(
+    tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    with running(tmp_path, "--gates", "3,6", spares=1) as job:
+        job.wait("spare_waits", 1)
+        os.kill(job.zygote(), signal.SIGSTOP)
+        job.kill(1)
+        job.wait("spare_called", 1)
+        job.open(3)
+        job.wait("zygote_silent", 1)
+        assert job.wait("spare_gone", 1)["state"] == "building"
+        job.wait("spare_waits", 2)
+        job.open(6)
     assert job.digests() == undisturbed["ddp"]
     assert len(job.events("verdict")) == 1
 

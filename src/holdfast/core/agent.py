@@ -110,7 +110,10 @@ class Worker(msgspec.Struct, kw_only=True):
 
 
 class Agent:
-    """Decides for one node. The shell executes ``Send(to="shell")`` and reports what came of it."""
+    """Decides for one node. The shell executes ``Send(to="shell")`` and reports what came of it.
+
+    Every member that it is told to kill exits, also one that is no process yet and never will be.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config

@@ -283,10 +283,7 @@ class AgentDaemon:
     def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
         member_id = hello.member_id
         if member_id in self._exited or not self._run.page_path(member_id).exists():
-            # A process that was given up (its fork was lost with a zygote): it must not linger.
-            self._journal.append("ghost_killed", {"member": member_id, "pid": hello.pid})
-            if belongs(hello.pid, self._run):
-                os.kill(hello.pid, signal.SIGKILL)
+            self._procs.refuse(member_id, hello.pid)  # it was given up: its fork was lost with a zygote
             self._refuse(channel)
             return
         self._member_of[channel] = member_id
@@ -419,7 +416,8 @@ class AgentDaemon:
         """Start the members of one generation."""
         self._keys.live_at(order.kv_node)
         for single in self._orders(order):
-            self._procs.start(single)
+            if single.assignment.member_id not in self._exited:  # killed while it waited for the writers
+                self._procs.start(single)
 
     def _orders(self, order: StartMembers) -> list[Order]:
         port = order.master_port or self._settings.master_port or free_port()

@@ -3,7 +3,11 @@
 A pidfd fires when a process is gone, whoever the parent is; the exit status comes from whoever may wait for the process
 (the zygote, or this agent) and is waited for shortly. A worker that was killed or failed is told of earlier, when its
 end has begun (``runtime/lifeline.py``): nothing of it runs any more, but its memory is not free yet, so a worker from
-scratch is started only after the pidfd has fired. Every member gets exactly one ``on_exited``.
+scratch is started only after the pidfd has fired.
+
+The zygote may be stopped, frozen or stuck, so what it is asked has a bound, and who ends a member does not wait for
+it: a member that is no process yet is told as exited when it is killed, or when the zygote is lost. Should it have been
+forked all the same, it is killed as soon as it is heard of. Every member gets an ``on_exited``; the first one counts.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from pathlib import Path
 
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase, Word
-from holdfast.core.spares import ANY_RANK, is_spare
+from holdfast.core.spares import ANY_RANK
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
@@ -46,6 +50,9 @@ STATUS_WAIT_S = 0.5
 FADING_S = 5.0  # taking a process apart takes longer only when a device or a disk hangs
 ZYGOTE_START_S = 60.0
 QUIT_WAIT_S = 1.0
+# To the next word of a zygote that has something to answer. A fork takes milliseconds, with hundreds of GB preloaded a
+# few seconds; imports do not count, for a zygote that can be reached has them behind it.
+ANSWER_S = 10.0
 POLL_S = 0.01
 WRITER_MODULE = b"holdfast.store.writerd"
 
@@ -62,7 +69,6 @@ class Life:
         self.child = child
         self.died_ns = 0
         self.status: tuple[int | None, int | None] | None = None  # code, signal
-        self.timer: asyncio.TimerHandle | None = None
         self.listened = False
 
 
@@ -71,7 +77,8 @@ class Processes:
 
     Args:
         on_started: (member, pid).
-        on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed.
+        on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed. The pid is 0
+            when there was none that anybody knows of.
     """
 
     def __init__(
@@ -90,13 +97,14 @@ class Processes:
         self._journal = journal
         self._on_started = on_started
         self._on_exited = on_exited
-        self._statuses: dict[int, tuple[int | None, int | None]] = {}  # by pid: told before the pidfd fired
-        self._asked: dict[MemberId, Order] = {}  # Spawn sent, no answer yet
+        # Spawn sent, no answer yet; None: it was killed meanwhile, or has said hello itself.
+        self._asked: dict[MemberId, Order | None] = {}
         self._waiting: list[Order] = []  # for the zygote
         self._zygote: Channel[ZygoteMessage] | None = None
         self._zygote_process: subprocess.Popen[bytes] | None = None
         self._zygote_pid = 0
         self._ready = False
+        self._silence: asyncio.TimerHandle | None = None  # runs while the zygote has something to answer
         self._hopeless = not settings.zygote or settings.kind == "executable" or settings.library
         self._ending = False
         self._connecting: asyncio.Task[None] | None = None
@@ -115,43 +123,67 @@ class Processes:
     # ------------------------------------------------------------ zygote
 
     def want_zygote(self) -> None:
-        """Connect to the zygote of this run, or start one."""
-        if not self._hopeless and not self._ending and self._connecting is None:
+        """Connect to the zygote of this run, or start one, unless there is one or that is under way."""
+        if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
             self._connecting = asyncio.get_running_loop().create_task(self._reach_zygote())
 
     async def _reach_zygote(self) -> None:
         try:
-            if await self._join_zygote():
-                return
-            try:
-                self._start_zygote()
-            except OSError as error:
-                self._give_up_zygote(f"cannot start {self._python()}: {error.strerror}")
-                return
-            deadline = time.monotonic() + ZYGOTE_START_S
-            while time.monotonic() < deadline and not self._ending:
-                if self._zygote_process is not None and self._zygote_process.poll() is not None:
-                    break
-                if await self._join_zygote():
-                    return
-                await asyncio.sleep(POLL_S)
-            self._give_up_zygote(f"it did not answer, see {self._run.path / 'zygote.log'}")
+            await self._find_zygote()
         finally:
             self._connecting = None
+        self.want_zygote()  # it may be lost again by now, and who wanted another one meanwhile was not heard
+
+    async def _find_zygote(self) -> None:
+        if await self._join_zygote():
+            return
+        await self._reap_zygote()
+        try:
+            self._start_zygote()
+        except OSError as error:
+            self._give_up_zygote(f"cannot start {self._python()}: {error.strerror}")
+            return
+        deadline = time.monotonic() + ZYGOTE_START_S
+        while time.monotonic() < deadline and not self._ending:
+            if self._zygote_process is not None and self._zygote_process.poll() is not None:
+                break
+            if await self._join_zygote():
+                return
+            await asyncio.sleep(POLL_S)
+        self._give_up_zygote(f"it did not answer, see {self._run.path / 'zygote.log'}")
 
     async def _join_zygote(self) -> bool:
         endpoint = self._run.read_endpoint("zygote")
         if endpoint is None:
             return False
+        self._zygote_pid = endpoint.pid
         try:
             await self._hub.connect(endpoint.host, endpoint.port, "agent")
         except (OSError, ProtocolError):
             return False
-        self._zygote_pid = endpoint.pid
         return True
 
     def _zygote_found(self, channel: Channel[ZygoteMessage]) -> None:
         self._zygote = channel
+        self._await_word()
+
+    def _await_word(self) -> None:
+        """Bound the time to the next word of the zygote, from now on, if it has something to answer."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+        if self._zygote is not None and (self._asked or not self._ready):
+            loop = asyncio.get_running_loop()
+            self._silence = loop.call_later(ANSWER_S, self._give_up_silent, self._zygote)
+
+    def _give_up_silent(self, zygote: Channel[ZygoteMessage]) -> None:
+        """End a zygote that is stopped or stuck: should it go on one day, it would fork members that are replaced."""
+        asked = [int(member_id) for member_id in self._asked]
+        self._journal.append("zygote_silent", {"asked": asked, "bound_s": ANSWER_S})
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._zygote_pid, signal.SIGKILL)  # its line is up, so the number is its own
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+        zygote.abort()  # a frozen one closes nothing when it is killed
 
     def _start_zygote(self) -> None:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
@@ -184,15 +216,15 @@ class Processes:
             return
         self._zygote = None
         self._ready = False
-        if self._zygote_process is not None:
-            self._zygote_process.poll()
+        self._await_word()
         if self._ending:
             return
         self._journal.append("zygote_lost", {})
         asked, self._asked = self._asked, {}
-        for member_id in asked:
-            # The fork may or may not have happened; a worker that shows up later belongs to no roster and is refused.
-            self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+        for member_id, order in asked.items():
+            # The fork may or may not have happened: another one could be a second process of the same member.
+            if order is not None:
+                self._on_exited(member_id, 0, None, None, time.monotonic_ns())
         self.want_zygote()
 
     def _heard(self, channel: Channel[ZygoteMessage], message: ZygoteMessage) -> None:
@@ -201,12 +233,12 @@ class Processes:
         elif isinstance(message, Spawned):
             self._spawned(message)
         elif isinstance(message, Exited):
-            self._statuses[message.pid] = (message.code, message.signal)
             life = next((one for one in self.living.values() if one.pid == message.pid), None)
             if life is not None:
                 life.status = (message.code, message.signal)
                 if life.died_ns:
                     self._gone(life)
+        self._await_word()
 
     def _preloaded(self, message: Preloaded) -> None:
         self._journal.append(
@@ -223,14 +255,21 @@ class Processes:
 
     def _spawned(self, message: Spawned) -> None:
         order = self._asked.pop(message.member_id, None)
-        if order is None and is_spare(message.member_id):
-            return  # of an agent that is gone: it leaves by itself
         if not message.error:
-            self._statuses.pop(message.pid, None)  # of a process that had this number before
-            self.adopt(message.member_id, message.pid)
+            if order is not None:
+                self.adopt(message.member_id, message.pid)
+            elif all(life.pid != message.pid for life in self.living.values()):
+                self.refuse(message.member_id, message.pid)
         elif order is not None:
             self._journal.append("zygote_refused", {"reason": message.error})
             self._exec(order)
+
+    def refuse(self, member_id: MemberId, pid: int) -> None:
+        """Kill a process whose member was told as exited before anybody heard of it."""
+        if belongs(pid, self._run):
+            self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -260,6 +299,8 @@ class Processes:
             self._asked[member_id] = order
             env = worker_env(self._run, self._settings, order)
             self._zygote.send(Spawn(member_id, env, worker_log(self._run, self._settings, order)))
+            if self._silence is None:  # else its next word is due before, whatever is asked meanwhile
+                self._await_word()
         else:
             self._waiting.append(order)
             self.want_zygote()
@@ -303,7 +344,8 @@ class Processes:
         except ProcessLookupError:
             pidfd = -1
         life = self.living[member_id] = Life(member_id, pid, pidfd, child)
-        life.status = self._statuses.get(pid)
+        if member_id in self._asked:
+            self._asked[member_id] = None
         self._on_started(member_id, pid)
         loop = asyncio.get_running_loop()
         if pidfd >= 0:
@@ -340,28 +382,35 @@ class Processes:
         self.living[seat.member_id] = life
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
-        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. Unknown members are no error."""
+        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. One that is no process has exited."""
         life = self.living.get(member_id)
-        if life is None or life.pidfd < 0:
+        if life is None:
+            self._withdraw(member_id)
+        elif life.pidfd < 0:
             return
-        if life.timer is not None:
-            life.timer.cancel()
-            life.timer = None
-        if grace_s <= 0:
+        elif grace_s <= 0:
             _signal(life, signal.SIGKILL)
             kill_group(life.pid)
-            return
-        _signal(life, signal.SIGTERM)
-        life.timer = asyncio.get_running_loop().call_later(grace_s, self.kill, member_id)
+        else:
+            _signal(life, signal.SIGTERM)
+            asyncio.get_running_loop().call_later(grace_s, self.kill, member_id)
+
+    def _withdraw(self, member_id: MemberId) -> None:
+        """Nobody waits for this member to become a process any more."""
+        if member_id in self._asked:
+            self._asked[member_id] = None
+        self._waiting = [order for order in self._waiting if order.assignment.member_id != member_id]
+        self._on_exited(member_id, 0, None, None, time.monotonic_ns())
 
     async def end(self, *, kill: bool) -> None:
-        """Kill every worker, wait until they are gone, and end the zygote."""
+        """Kill every worker, wait until they are gone, and end the zygote; what it forks meanwhile is killed, too."""
         self._ending = True
         self._waiting.clear()
+        self._asked = dict.fromkeys(self._asked)
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
-        while kill and (self.living or self._fading or (self._asked and self._zygote is not None)):
+        while kill and (self.living or self._fading):
             for member_id in list(self.living):
                 self.kill(member_id)
             await asyncio.sleep(POLL_S)
@@ -377,10 +426,17 @@ class Processes:
             await wait_gone(pid, QUIT_WAIT_S)
         if process is not None:
             process.kill()
-            process.wait()
+            await self._reap_zygote()
         elif belongs(pid, self._run):
             os.kill(pid, signal.SIGKILL)
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
+
+    async def _reap_zygote(self) -> None:
+        """One that was killed is gone at once, or, when it is frozen, not before it is thawed."""
+        process = self._zygote_process
+        if process is not None and process.poll() is None:
+            await wait_gone(process.pid, QUIT_WAIT_S)
+            process.poll()
 
     def _python(self) -> str:
         return self._settings.python or sys.executable
@@ -395,7 +451,7 @@ class Processes:
         kill_group(life.pid)
         self._fading[life.pid] = life
         self._gone(life)
-        life.timer = asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
+        asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
 
     def _faded(self, life: Life) -> None:
         """What a process had is free again, or will not be for long."""
@@ -414,22 +470,17 @@ class Processes:
         kill_group(life.pid)
         if life.child is not None:
             life.status = _status(life.child.wait())
-        if life.timer is not None:
-            life.timer.cancel()
         if told:
             self._faded(life)
         elif life.status is not None or self._zygote is None:
             self._gone(life)
         else:
-            life.timer = loop.call_later(STATUS_WAIT_S, self._gone, life)
+            loop.call_later(STATUS_WAIT_S, self._gone, life)
 
     def _gone(self, life: Life) -> None:
         if self.living.get(life.member_id) is not life:
             return
         del self.living[life.member_id]
-        self._statuses.pop(life.pid, None)
-        if life.timer is not None:
-            life.timer.cancel()
         code, killed_by = life.status or (None, None)
         self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
 
