@@ -1,6 +1,7 @@
 """A small DDP or HSDP training that waits at given steps until a file appears; it may ask for its rank at once.
 
-``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--workers 2] [--layout hsdp]``: a digest per rank.
+``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--refuse] [--workers 2] [--layout hsdp]``: a digest
+per rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import holdfast
+from holdfast.runtime import handover
 from tests.session.job import BATCH, EPOCH_STEPS, SEED, Noisy, build, digest, gradients
+
+
+def _refuse(self: handover.StateServer, message: handover.Talk) -> tuple[handover.Talk, Sequence[memoryview]]:
+    return handover.Refusal("damaged"), ()
 
 
 def main() -> None:
@@ -29,7 +36,10 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--ask", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--refuse", action="store_true", help="give no newcomer a state")
     arguments = parser.parse_args()
+    if arguments.refuse:
+        handover.StateServer._answer = _refuse  # type: ignore[method-assign]
     gates = {int(gate) for gate in arguments.gates.split(",") if gate}
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")

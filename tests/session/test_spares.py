@@ -10,10 +10,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
+from holdfast.core.ids import Generation, MemberId
+from holdfast.errors import PeerLost
+from holdfast.runtime.client import Client
+from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -137,6 +144,46 @@ def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str
     assert third not in {e["member_id"] for e in job.events("member_started")}
     assert {e["steps_lost"] for e in job.events("recovered")} == {0}
     assert [job.said(rank)["environment"] for rank in range(job.ranks)] == [0, 1, 2]
+
+
+def test_a_spare_that_gets_no_state_is_one_more_lost_rank(
+    tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    """It says why, which is no bug of the script; so does the newcomer after it, and then all start again."""
+    with running(tmp_path, "--gates", "3", "--refuse", spares=1) as job:
+        job.wait("spare_waits", 1)
+        job.kill(1)
+        job.wait("spare_called", 1)
+        job.open(3)
+    assert job.digests() == undisturbed["ddp"]
+    errors = [e["what"] for e in job.events("detected")[1:]]
+    assert len(errors) == 2 and all(e.startswith("PeerLost: ") and "damaged" in e for e in errors)
+    assert [e["action"] for e in job.events("verdict")][-1] == "restart_last_gasp"
+
+
+@pytest.mark.parametrize("where", ["in the block", "after it"])
+def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A spare is called and cannot take its state, by a question in the block or by the end of an empty one."""
+    client: Any = SimpleNamespace(
+        **{"generation": Generation(1, 2), "member_id": MemberId(4), "rank": 0, "joining": True},
+        **{"run_dir": None, "stand_in": SimpleNamespace(called=False, wait=lambda: None)},
+        **{"on": lambda *given: None, "on_orphaned": lambda handler: None},
+    )
+
+    def refuse(session: Session, _: Client) -> None:
+        raise PeerLost("damaged")
+
+    monkeypatch.setattr(Client, "_current", client)
+    monkeypatch.setattr(Session, "_take_over", refuse)
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    with (
+        pytest.raises(PeerLost, match="damaged"),
+        holdfast.session(model=net, optimizer=optimizer) as s,
+    ):
+        assert s.step == 0 if where == "in the block" else True
 
 
 @EVERYTHING

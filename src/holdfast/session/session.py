@@ -117,6 +117,7 @@ class Session:
         self._rehearsing = False
         self._attached = False
         self._opened = False
+        self._watch: ExitWatch | None = None  # made when the session opens
 
     # ------------------------------------------------------------------ open
 
@@ -511,9 +512,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._spare is not None and error is not None:
+        if self._watch is None and error is not None:
             self._adapter.detach()
-            return  # it never belonged to the job
+            return  # a spare that was not called, or could not take its state: nothing in it is of this job
         try:
             self._asked()
             if error is None:
@@ -526,7 +527,8 @@ class Session:
             elif isinstance(error, Exception):
                 self._fall(error)
         finally:
-            self._watch.stop()
+            if self._watch is not None:  # a spare is called, and may fail, in the `try` above
+                self._watch.stop()
             self._adapter.detach()
             self._saver.close()
         if error is None and self._exit_agreed:
