@@ -157,10 +157,10 @@ def lose_a_peer(
     return {"turns": turns, "end": end, "again": again, "out_ms": (out - told[0]) * 1e3 if told else None}
 
 
-def _all_built(line: Line) -> None:
+def _all_built(line: Line, what: str = "built") -> None:
     """One rank may have its group before another one's is complete: a fault would meet that one while it builds."""
-    line.kv("set", (f"built/{line.rank}",), b"yes")
-    assert line.kv("wait", tuple(f"built/{rank}" for rank in range(line.world_size))).ok
+    line.kv("set", (f"{what}/{line.rank}",), b"yes")
+    assert line.kv("wait", tuple(f"{what}/{rank}" for rank in range(line.world_size))).ok
 
 
 def answers_when_poisoned(line: Line) -> dict[str, str]:
@@ -263,6 +263,39 @@ def lost_while_connecting(line: Line, victim: int, how: str) -> str:
     except GroupError as error:
         return str(error)
     return "rebuilt"
+
+
+def rebuilt_often(line: Line, generations: int) -> list[int]:
+    """Two groups and the vote's are rebuilt again and again; the sockets of this process in each generation.
+
+    gloo closes those of a broken group, but for one that listens, in a thread of its own: it gets a while for that.
+    """
+    dist.init_process_group("gloo", timeout=LIMIT)
+    dist.new_group()
+    state = fabric()
+    found: list[int] = []
+    for number in range(1, generations + 1):
+        state.reduce_vote([1])
+        _all_built(line, f"counted-{number}")
+        most = found[0] + 3 * len(found) if found else _sockets()
+        deadline_s = time.monotonic() + 5.0
+        while _sockets() > most and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        found.append(_sockets())
+        _all_built(line, f"done-{number}")
+        state.poison("again")
+        state.reconfigure(Generation(1, number + 1))
+    return found
+
+
+def _sockets() -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+        except FileNotFoundError:  # closed between the listing and now
+            continue
+    return found
 
 
 def no_control_plane(line: Line, path: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from holdfast.adapters.torch.fabric import Fabric
 from tests.adapters import faults
 from tests.adapters.worlds import Worlds
 
@@ -104,6 +107,23 @@ def test_a_peer_that_is_lost_while_groups_connect_holds_nobody(worlds: Worlds, v
     assert len(survivors) == 2
     if how == "stop":  # of a killed one the sockets are closed, which gloo may notice by itself
         assert all(f"rank {victim} is gone" in text for text in survivors)
+
+
+def test_a_broken_group_leaves_no_connection_behind(worlds: Worlds) -> None:
+    """Of each of the three groups gloo keeps one socket, the listening one."""
+    for found in worlds.values(faults.rebuilt_often, 3, generations=5):
+        assert found == [found[0] + 3 * number for number in range(5)]
+
+
+def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for longer than the limit, before it looked, still says what is there."""
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("holdfast.adapters.torch.fabric.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    state = Fabric()
+    assert state.quiesce()
+    never: Any = SimpleNamespace(severed=lambda: False)
+    state._vote = never
+    assert not state.quiesce()
 
 
 def test_without_a_control_plane_reconfigure_is_refused(worlds: Worlds, tmp_path: Path) -> None:

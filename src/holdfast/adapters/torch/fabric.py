@@ -57,7 +57,7 @@ class Inner(Protocol):
         """False while a severing step (an NCCL abort) is still running."""
 
     def close(self) -> None:
-        """Orderly end of a healthy group, complete when the caller lets go of it."""
+        """Orderly end of a healthy group, complete when the caller lets go of it; of a severed one what we hold."""
 
 
 class Handle(Protocol):
@@ -277,14 +277,16 @@ class Fabric:
         Returns: False when an NCCL abort did not return: kill and replace this process.
         """
         deadline_s = time.monotonic() + QUIESCE_S
-        while time.monotonic() < deadline_s:
+        while True:
             with self._lock:
                 works = list(self._pending.values())
                 inners = self._inners()
-            if all(w.settled() for w in works) and all(i.severed() for i in inners):
+            severed = all(i.severed() for i in inners)
+            if severed and all(w.settled() for w in works):
                 return True
+            if time.monotonic() >= deadline_s:  # not sooner: this process may have been stopped for so long
+                return severed
             time.sleep(0.001)
-        return all(i.severed() for i in inners)
 
     # ------------------------------------------------------------------ groups
 
@@ -331,8 +333,9 @@ class Fabric:
         return next((g for g in reversed(self._groups) if not g.order[0]), None)
 
     def bury(self, inner: Inner) -> None:
-        """Keep a broken inner group alive for ever (invariant 3)."""
+        """Keep a broken inner group alive for ever (invariant 3), but none of the descriptors that we hold of it."""
         inner.sever()
+        inner.close()
         self._graveyard.append(inner)
 
     def stopped(self) -> Callable[[], str]:

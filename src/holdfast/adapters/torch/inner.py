@@ -86,7 +86,10 @@ class BuiltGroup:
         return all(abort.done for abort in self._aborts or ())
 
     def close(self) -> None:
-        """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
+        """Orderly end. The threads of gloo are joined when the caller lets go of this object.
+
+        Of a severed group our duplicates go: its sockets are shut, and one that gloo has closed lives on in them.
+        """
         if self._aborts is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
