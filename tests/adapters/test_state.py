@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,56 @@ def test_other_optimizers_do_not_fit() -> None:
     state = TorchState(net, {"default": torch.optim.SGD(net.parameters())})
     with pytest.raises(CheckpointMismatch, match="optimizers"):
         copy_over(state, TorchState(net, {"other": torch.optim.SGD(net.parameters())}))
+
+
+ADAMW = torch.optim.AdamW
+PLAIN = torch.optim.SGD
+MOMENTUM = partial(PLAIN, momentum=0.9)
+
+
+def changed(then: Any, now: Any, *, older: bool = False) -> str:
+    """Why a checkpoint of optimizer ``then`` is refused by ``now``, or empty; ``older``: its class was not noted."""
+    first, second = Net(), Net()
+    optimizer = then(first.parameters(), lr=0.1)
+    step(first, optimizer)
+    source, target = (
+        TorchState(first, {"it": optimizer}),
+        TorchState(second, {"it": now(second.parameters(), lr=0.1)}),
+    )
+    collected = source.collect()
+    if older:
+        del collected.values["optimizers"]["it"]["class"]
+    try:
+        target.restore(Catalogue.from_layouts({0: collected.layout(0, 1)}), collected.values)
+    except CheckpointMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("sgd", [PLAIN, MOMENTUM], ids=["plain", "momentum"])
+def test_state_of_another_optimizer_is_refused(sgd: Any, older: bool) -> None:
+    dropped = changed(ADAMW, sgd, older=older)
+    assert "optimizer 'it'" in dropped and "SGD" in dropped and "exp_avg, exp_avg_sq, step" in dropped
+    assert "dampening, momentum" in dropped and "resume='never'" in dropped and ("AdamW" in dropped) != older
+    assert "for each parameter; this run has AdamW with amsgrad, betas" in changed(sgd, ADAMW, older=older)
+
+
+def test_an_optimizer_of_another_name_or_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Renamed(torch.optim.AdamW):
+        """The same under another name."""
+
+    for then, now in (
+        (ADAMW, Renamed),
+        (Renamed, ADAMW),
+        (MOMENTUM, PLAIN),
+        (partial(ADAMW, amsgrad=True), ADAMW),
+    ):
+        assert changed(then, now) == "" == changed(then, now, older=True)
+    assert caplog.text.count("written with") == 2 and "it goes on with the settings" in caplog.text
+    assert changed(torch.optim.RAdam, torch.optim.Adamax) and not changed(
+        ADAMW, torch.optim.RAdam, older=True
+    )
 
 
 def test_snapshot_puts_back_what_forward_changes() -> None:

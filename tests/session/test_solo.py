@@ -47,7 +47,7 @@ class Job:
         self.net = nn.Sequential(
             nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.ReLU(), nn.Linear(width, 1)
         )
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
         self.loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
@@ -261,6 +261,18 @@ def test_another_model_is_refused_with_differences(tmp_path: Path) -> None:
     Job().train(2, checkpoint=tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"mismatch: 0\.weight is F32 \[8, 4\]"):
         Job(width=6).train(3, checkpoint=tmp_path)
+
+
+def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    Job().train(2, checkpoint=tmp_path)
+    other = Job()
+    other.optimizer = torch.optim.SGD(other.net.parameters(), lr=0.01)
+    other.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(other.optimizer, 20)
+    before = [p.clone() for p in other.net.parameters()]
+    with pytest.raises(CheckpointMismatch, match=rf"{tmp_path}.*'default'.* AdamW .*exp_avg.* SGD "):
+        other.train(3, checkpoint=tmp_path)
+    assert all(map(torch.equal, before, other.net.parameters()))
+    assert other.train(3, checkpoint=tmp_path, resume="never") == [0, 1, 2]
 
 
 def test_load_without_a_session(tmp_path: Path) -> None:

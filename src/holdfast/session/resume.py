@@ -126,7 +126,7 @@ class Resume:
         Raises:
             NothingToResume: there were candidates and none could be loaded by all ranks.
             UsageError: what the user named does not exist.
-            CheckpointMismatch: the newest valid checkpoint belongs to another model, on this rank or on another.
+            CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
             Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
         """
         found = self._share(look)
@@ -234,7 +234,7 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
 
     Raises:
         CheckpointInvalid: damaged; parameters may hold garbage now.
-        CheckpointMismatch: of another model.
+        CheckpointMismatch: of another model, or of another optimizer.
     """
     with opened(path) as source:
         catalogue = load_catalogue(source)
@@ -245,9 +245,14 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
                     f"{path} was not written by a session: it has no {key}",
                     hint="holdfast.load(path, model) reads weights alone",
                 )
-        restore = adapter.restore(catalogue, values)
+        try:
+            restore = adapter.restore(catalogue, values)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{path}: {error.message}", hint=error.hint) from error
         targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
+        # Names beside the model need not be asked for: other stages keep state of their own parameters, and a parameter
+        # of ours may have none yet. That the optimizer is the same one, ``restore`` has looked.
         known = [
             t.fqn
             for t in catalogue.tensors

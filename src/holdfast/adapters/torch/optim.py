@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, placed
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
+
+log = logging.getLogger("holdfast")
 
 COMMUNICATING = {
     "ZeroRedundancyOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
@@ -170,6 +173,15 @@ def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
     return take
 
 
+def _settings(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Names of the settings of parameter groups."""
+    return {key for group in groups for key in group} - {"params", "param_names"}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
 class OptimizerState:
     """One optimizer's state under the names of the parameters it belongs to."""
 
@@ -193,6 +205,7 @@ class OptimizerState:
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
         """Group values and per-parameter state as plain values; tensors go to ``leaf``."""
         return {
+            "class": type(self.optimizer).__name__,
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
             "members": self._members(),
             "state": {
@@ -207,6 +220,35 @@ class OptimizerState:
         names = {id(p): fqn for fqn, p in self.fqns.items()}
         return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
+    def _refuse_another(self, saved: Plain) -> None:
+        """Raise CheckpointMismatch when another optimizer wrote ``saved``: its state would be dropped without a word.
+
+        An optimizer makes its state at its first update, and none for a parameter without a gradient, so that what it
+        will keep cannot be read from it; what it lets one set is known at once. Checkpoints of before the class was
+        noted: each side must have settings that the other lacks, as settings come with versions of a framework.
+        """
+        here, then = type(self.optimizer).__name__, saved.get("class", "")
+        if here == then:
+            return
+        ours, theirs = _settings(self.optimizer.param_groups), _settings(saved["groups"])
+        lacks, has = sorted(theirs - ours), sorted(set(self.optimizer.defaults) - theirs)
+        if (lacks or has) if then else (lacks and has):
+            kept = sorted({key for state in saved["state"].values() for key in state})
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} is another one: {then or 'one'} with the settings {_listed(lacks)} wrote the "
+                f"checkpoint and kept {_listed(kept)} for each parameter; this run has {here} with {_listed(has)}",
+                hint="give the optimizer that wrote it; or begin anew on purpose: resume='never', or another "
+                "checkpoint directory (holdfast.load(path, model) takes the weights alone)",
+            )
+        if then:
+            log.warning(
+                "holdfast: optimizer %r is %s, the checkpoint was written with %s: it goes on with the settings and "
+                "the state of the checkpoint",
+                self.name,
+                here,
+                then,
+            )
+
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]
     ) -> Callable[[], None]:
@@ -217,8 +259,10 @@ class OptimizerState:
         Returns: call it when the targets are filled; only then does the optimizer take them.
 
         Raises:
-            CheckpointMismatch: another number of parameter groups, or state of a tensor that the catalogue lacks.
+            CheckpointMismatch: another optimizer, another number of parameter groups, or state of a tensor that the
+                catalogue lacks.
         """
+        self._refuse_another(saved)
         if len(saved["groups"]) != len(self.optimizer.param_groups):
             raise CheckpointMismatch(
                 f"optimizer {self.name!r} has {len(self.optimizer.param_groups)} parameter groups, "
