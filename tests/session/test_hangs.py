@@ -8,10 +8,12 @@ import pytest
 
 from holdfast import journal
 from tests.session.launch import run_job
+from tests.session.section_job import EPOCHS, LAST_STEP
 
 pytestmark = [pytest.mark.torch]
 
 JOB = str(Path(__file__).with_name("hang_job.py"))
+AFTER = str(Path(__file__).with_name("section_job.py"))
 FLOOR_S = 0.7
 
 
@@ -26,8 +28,18 @@ def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path)
     logs = [(tmp_path / f"runs/it/attempt-{n:03d}/rank-00000.log").read_text() for n in range(2)]
     assert [log.count("before step 4") for log in logs] == [0, 1], "broken off, then run again"
     assert [log.count("before step 8") for log in logs] == [0, 1], "longer than the floor, but announced"
+    assert "was cut off" not in done.stdout
     (hang,) = [e.data for e in events if e.kind == "hang"]
     assert (hang["answer"], hang["ranks"], hang["confidence"]) == ("kill", [2], "certain")
     (stack,) = [name for name in hang["stacks"] if name.endswith("rank-00002.txt")]
     assert "in spin" in (tmp_path / "runs/it" / stack).read_text()
     assert any("rank 2" in line and "at spin (hang_job.py" in line for line in hang["evidence"])
+
+
+@pytest.mark.processes
+def test_a_section_that_is_not_run_again_is_told_once(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, AFTER, str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    told = f'section "eval" after step {LAST_STEP} was cut off and is not run again'
+    assert done.stdout.count(told) == 1, done.stdout
+    assert done.stdout.count("evaluated after step") == EPOCHS - 1, "the case that is told"

@@ -495,6 +495,34 @@ def test_a_section_stands_between_two_steps() -> None:
             assert step.committed
 
 
+@pytest.mark.parametrize("steps", [2, 4], ids=["at the end", "before a step"])
+@pytest.mark.parametrize("form", ["after the block", "before the block"])
+def test_a_section_that_was_cut_off_is_run_again_or_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, steps: int
+) -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="cut"), job.session(checkpoint=tmp_path) as s:
+        job.loop(s, 2)
+        with s.section("eval"):
+            raise RuntimeError("cut")
+    again = Job()
+    with again.session(checkpoint=tmp_path) as s:
+        for step in s.steps(again.loader, until=steps):
+            if step.number == 2 and form == "before the block":
+                with s.section("eval"):
+                    pass
+            with step as batch:
+                again.update(batch)
+        if steps == 2 and form == "before the block":
+            with s.section("eval"):
+                pass
+    assert caplog.text.count('section "eval" after step 1 was cut off') == (form == "after the block")
+    if steps > 2:  # the save at the end no longer notes it
+        caplog.clear()
+        Job().train(steps + 1, checkpoint=tmp_path)
+        assert "cut off" not in caplog.text
+
+
 def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(Rank, "compiling", lambda self, on: seen.append(on))

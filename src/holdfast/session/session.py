@@ -40,6 +40,7 @@ from holdfast.session.rank import Calls, Rank
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
+from holdfast.session.section import Sections
 from holdfast.session.signals import ExitWatch
 from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
@@ -112,7 +113,6 @@ class Session:
         self._exit_agreed = False
         self._exit_sealed = False
         self._resumed: Resumed | None = None
-        self._section = ""
         self._spare: StandIn | None = None
         self._rehearsing = False
         self._attached = False
@@ -143,6 +143,7 @@ class Session:
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run.age_s))
         self._rank = Rank(self._adapter, client)
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
+        self._sections = Sections(self._rank)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
         self._verifier = Verifier(self._rank, self._adapter, run.verify_every)
         self._saver = Saver(
@@ -276,6 +277,7 @@ class Session:
         self._resumed = found
         self._step = found.step
         self._loops.stand_at(found.session, found.local)
+        self._sections.stand_at(found.session)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -368,27 +370,20 @@ class Session:
 
         How long one may show no progress is learned by name; the first one has an hour. A collective in it that loses a
         peer raises PeerLost: all ranks then start again at the step that comes next, so a section before the block of
-        that step is run again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``.
+        that step is run again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``, and one
+        after the loop as well. One after the block (``if step.committed and step.last_in_epoch``) is not: a warning.
 
         Raises:
             StepError: inside the block of a step, or inside another section.
         """
         self._asked()
-        if self._blocks.current is not None or self._section:
+        if self._blocks.current is not None or self._sections.open:
             raise StepError(
-                f"section {name!r} inside {'another section' if self._section else 'a step'}",
+                f"section {name!r} inside {'another section' if self._sections.open else 'a step'}",
                 hint="announce sections between steps: with s.section(name): ...",
             )
-        self._section = name
-        self._rank.away = True
-        self._rank.announce(name)
-        try:
+        with self._sections.run(name):
             yield
-            self._rank.away = False
-        finally:
-            self._section = ""
-            if not self._rank.fenced:
-                self._rank.enter(Phase.READY)
 
     def steps(
         self, loader: Any = None, *, until: int | None = None, epochs: int | None = None
@@ -464,6 +459,7 @@ class Session:
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
+        self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         self._saver.publish()
         payload = self._loops.note()
         self._tier.committing(self.step + 1, tally.keep)
@@ -501,6 +497,7 @@ class Session:
             "world": self._adapter.world_size,
             "parts": self._parts,
             "place": dict(self._loops.place),
+            "section": self._sections.unfinished,
         }
         return {**collected.values, "session": session}
 
@@ -566,6 +563,7 @@ class Session:
         """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
         rank, saver = self._rank, self._saver
         sealed = self._exit_sealed
+        self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
         while True:
             if rank.joining:
                 rank.join()
