@@ -253,6 +253,8 @@ def test_logs(holdfast: Run, made: Made) -> None:
     assert len(holdfast("logs", "-f").stdout.splitlines()) == 4
     paths = holdfast("logs", "--paths", "--rank", "0").stdout.splitlines()
     assert [Path(p).read_text() for p in paths] == ["attempt 0 rank 0\n", "attempt 1 rank 0\n"]
+    Path(paths[0]).write_bytes(b"1%\r2%\nend")
+    assert holdfast("logs", "--attempt", "0", "--rank", "0").stdout == "2%\nend\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
+from holdfast.cli.tail import UPDATED_PERIOD_S, FileTail, LogTail, attempts, ranks_of
 from holdfast.runtime.rundir import LAST_LINES, last_lines
 
 
@@ -54,14 +54,28 @@ def test_last_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "nothing") == []
 
 
-@given(
-    st.lists(st.text(st.characters(blacklist_characters="\r\n", codec="utf-8"), max_size=20), max_size=20),
-    st.data(),
-)
-def test_any_cut_gives_the_same_lines(lines: list[str], data: st.DataObject) -> None:
-    raw = "".join(f"{line}\n" for line in lines).encode()
+def test_a_progress_bar_is_one_line() -> None:
+    now_s = 0.0
+    tail = FileTail(Path("fed by hand"), lambda: now_s)
+    assert tail.feed(b"start\r\n" + b"".join(b"\r%d%%" % n for n in range(50))) == ["start"]
+    now_s += UPDATED_PERIOD_S
+    assert tail.feed(b"\r50%") == ["50%"]
+    now_s += UPDATED_PERIOD_S
+    assert tail.feed(b"") == tail.feed(b"\r51%") == [], "it stands still; from now on it moves"
+    assert tail.feed(b"\r100%\nnext\n") == ["100%", "next"]
+    assert tail.feed(b"1 of 2\r2 of 2\r") == [] and list(tail.drain()) == ["2 of 2"]
+    now_s += UPDATED_PERIOD_S
+    assert tail.feed(b"a line that nobody replaces") == []
+
+
+LINES = st.lists(st.text(st.characters(blacklist_characters="\r\n", codec="utf-8"), max_size=20), max_size=20)
+
+
+@given(LINES, st.sampled_from(["\n", "\r\n", "\rlast state\n", "\r\r\n"]), st.data())
+def test_any_cut_gives_the_same_lines(lines: list[str], end: str, data: st.DataObject) -> None:
+    raw = "".join(f"{line}{end}" for line in lines).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=5)))
     tail, found = FileTail(Path("fed by hand")), []
-    for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
-        found += tail.feed(raw[start:end])
-    assert found == lines
+    for start, stop in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+        found += tail.feed(raw[start:stop])
+    assert found == (["last state"] * len(lines) if "last" in end else lines)

@@ -244,8 +244,8 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 @click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
-@click.option("--grace-s", type=float, default=GRACE_S, show_default=True, help="Spare unfinished attempts younger "
-              "than this.")  # fmt: skip
+@click.option("--grace-s", type=float, default=GRACE_S, show_default=True, help="Spare unfinished attempts, and the "
+              "newest of each run, younger than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.tail import LogTail, attempts, ranks_of
+from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
 from holdfast.cli.view import Watch
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import log_path
@@ -72,9 +72,8 @@ def _paths(log_dir: Path, rank: int | None, attempt: int | None) -> Iterator[Pat
 def _read(log_dir: Path, rank: int | None, attempt: int | None) -> Iterator[tuple[int, str]]:
     for path in _paths(log_dir, rank, attempt):
         number = int(path.stem.removeprefix("rank-"))
-        with path.open(errors="replace") as file:
-            for line in file:
-                yield number, line.rstrip("\n")
+        for line in FileTail(path).drain():
+            yield number, line
 
 
 def _follow(watch: Watch, tail: LogTail) -> Iterator[tuple[int, str]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.runtime.rundir import log_path
 
 READ_SIZE_BYTES_MAX = 1 << 20
 LINE_SIZE_BYTES_MAX = 64 * 1024
+UPDATED_PERIOD_S = 30.0
 _ATTEMPT = re.compile(r"attempt-(\d{3,})")
 _RANK = re.compile(r"rank-(\d{5,})\.log")
 
@@ -28,12 +30,17 @@ def ranks_of(log_dir: Path, attempt: int) -> list[int]:
 
 
 class FileTail:
-    """Complete lines of one growing file. ``\\r`` ends a line too, as a terminal would overwrite it."""
+    """Lines of one growing file. What follows ``\\r`` replaces its line, as on a terminal: a progress bar is one line.
 
-    def __init__(self, path: Path) -> None:
+    A line that is being replaced is shown as it is now once in ``UPDATED_PERIOD_S``, and when it is complete.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
+        self._clock = clock
         self._offset = 0
         self._rest = b""
+        self._updated_s: float | None = None  # when the line without an end was first replaced and not shown
 
     def poll(self) -> list[str]:
         """Lines that were completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
@@ -47,12 +54,20 @@ class FileTail:
         return self.feed(data)
 
     def feed(self, data: bytes) -> list[str]:
-        """Lines that ``data``, the next piece of the file, completes."""
-        *lines, self._rest = re.split(rb"\r?\n|\r(?=[^\n])", self._rest + data)
-        if len(self._rest) > LINE_SIZE_BYTES_MAX:
+        """Lines that ``data``, the next piece of the file, completes; an updated one that is due as well."""
+        *lines, rest = re.split(rb"\r?\n", self._rest + data)
+        if lines:
+            self._updated_s = None
+        if self._updated_s is None and b"\r" in data.rpartition(b"\n")[2]:
+            self._updated_s = self._clock()
+        self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]  # a \r at the end may be the half of \r\n
+        if self._updated_s is not None and self._clock() - self._updated_s >= UPDATED_PERIOD_S:
+            self._updated_s = None
+            lines.append(self._rest)
+        elif len(self._rest) > LINE_SIZE_BYTES_MAX:
             lines.append(self._rest)
             self._rest = b""
-        return [line.decode(errors="replace") for line in lines]
+        return [_last_state(line) for line in lines]
 
     def drain(self) -> Iterator[str]:
         """All that is left, the line without an end included. For a file that nobody writes any more."""
@@ -61,8 +76,12 @@ class FileTail:
             before = self._offset
             yield from self.poll()
         if self._rest:
-            yield self._rest.decode(errors="replace")
-            self._rest = b""
+            yield _last_state(self._rest)
+            self._rest, self._updated_s = b"", None
+
+
+def _last_state(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 class LogTail:
