@@ -20,7 +20,7 @@ class Exit(IntEnum):
     REQUEUE = 75  # graceful exit, checkpoint sealed: start the same command again to go on (EX_TEMPFAIL)
     UNSAVED = 76  # asked to exit, but no checkpoint could be sealed before the deadline
     ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
-    RESTART = 78  # worker only: leaves so that it can be restarted; never seen from outside
+    RESTART = 78  # worker only: leaves so that it can be restarted; no command ends with it
     INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
 
 

@@ -10,6 +10,7 @@ import pytest
 from holdfast.cli.postmortem import Report, reports_of, text, write
 from holdfast.core.messages import Field
 from holdfast.journal import read
+from holdfast.runtime.evidence import whole_words
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
 from tests.cli.test_status import TIMES, Made, swept
@@ -38,11 +39,20 @@ CORRUPTED: dict[str, Field] = {
 
 
 def faulty(
-    base: Path, kind: str, what: str, *, signal: int | None = 9, recovered: bool = True
+    base: Path,
+    kind: str,
+    what: str,
+    *,
+    signal: int | None = 9,
+    code: int | None = None,
+    recovered: bool = True,
+    session: bool = True,
 ) -> list[Report]:
     """A run with one fault, and its reports."""
     made = Made(base, "it")
     made.start(0, 1)
+    if session:
+        made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     if kind == "hang":
         made.journal.append("stalled", {"idle_s": 1.6, "bound_s": 1.5, "step_s": 0.1})
         made.journal.append("hang", HANG)
@@ -52,11 +62,13 @@ def faulty(
     member: dict[str, Field] = {"rank": 1, "member_id": 2}
     made.journal.append(
         "member_exited",
-        {**member, "code": None, "signal": signal, "state": "compute", "step": 20, "phase": "forward"},
+        {**member, "code": code, "signal": signal, "state": "compute", "step": 20, "phase": "forward"},
     )
     made.journal.append(
         "detected", {**member, "kind": kind, "what": what, "step": 20, "phase": "forward", "detected_s": 0.01}
     )
+    other: dict[str, Field] = {"rank": 0, "member_id": 1, "state": "compute", "step": 20, "phase": "vote"}
+    made.journal.append("member_exited", {**other, "code": 78, "signal": None})
     made.journal.append("settled", {"rank": 0, "state": "aborted", "step": 20, "generation": "1.2"})
     made.journal.append(
         "planned", {"step": 20, "in_doubt": 1, "decision": "back", "evidence": ["dead rank 1 is COMPUTE(20)"]}
@@ -107,6 +119,29 @@ def test_one_screen_says_who_why_and_what_next(
     assert [t.phase for t in report.timeline][-1] == "resumed" and sum(
         t.took_s for t in report.timeline
     ) == 2.25
+
+
+def test_the_end_of_another_rank_is_not_evidence(tmp_path: Path) -> None:
+    """Those that are no use after a fault leave for a restart, within the same recovery."""
+    (report,) = faulty(tmp_path, "signal", "was killed by signal 9")
+    assert "its process ended with signal 9" in report.evidence[0]
+    assert not [line for line in report.evidence if "78" in line] and "dmesg" in report.next_steps[0]
+
+
+def test_a_process_that_left_for_a_restart(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "exit", "left for a restart", signal=None, code=78)
+    assert "its process left for a restart" in report.evidence[0] and "78" not in text(report)
+
+
+def test_a_script_without_a_session(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "signal", "was killed by signal 9", session=False)
+    assert "all workers were started again after 2.25 s" in text(report)
+    assert "without training" not in text(report) and "steps lost" not in text(report)
+
+
+def test_long_lines_end_after_a_word() -> None:
+    assert whole_words("as it is", 8) == "as it is"
+    assert whole_words("at spin (train.py:3), called from main", 30) == "at spin (train.py:3),..."
 
 
 def test_what_takes_longer_than_usual_is_marked(tmp_path: Path) -> None:

@@ -481,6 +481,12 @@ def test_leaving_with_code_zero_before_the_end_is_a_fault() -> None:
     assert job.record("detected")["kind"] == "exit"
 
 
+def test_leaving_for_a_restart_is_told_without_the_inner_code() -> None:
+    job = Job().up()
+    job.exit(1, code=int(Exit.RESTART))
+    assert job.record("detected")["what"] == "left for a restart"
+
+
 def test_all_layouts_make_a_catalogue_once() -> None:
     job = Job().up()
     catalogues = [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, Catalogued)]

@@ -14,7 +14,9 @@ import msgspec
 
 from holdfast.cli.view import FaultView, Story
 from holdfast.core.fault import SEEN
+from holdfast.exits import Exit
 from holdfast.journal import Event
+from holdfast.runtime.evidence import whole_words
 from holdfast.runtime.rundir import RunDir, last_lines, log_path, write_private
 
 REPORTS = "faults"
@@ -70,6 +72,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     decision: str
     timeline: list[PhaseTime]
     recovered: bool
+    session: bool  # the script has one: without, nobody can know whether it trains
     lost_s: float  # without training, as far as known
     steps_lost: int
     in_doubt: int
@@ -93,6 +96,12 @@ class _Case:
     def last(self, kind: str) -> dict[str, Any]:
         """Data of the newest event of a kind; empty when there is none."""
         return next((e.data for e in reversed(self.events) if e.kind == kind), {})
+
+    @property
+    def exited(self) -> dict[str, Any]:
+        """How the process of this fault ended; those of other ranks end within the same recovery."""
+        mine = (e for e in self.all("member_exited") if e.get("member_id") == self.fault.member_id)
+        return next(mine, {})
 
     def all(self, kind: str) -> list[dict[str, Any]]:
         """Data of all events of a kind."""
@@ -177,6 +186,7 @@ class Casebook:
             decision=_decision(planned, verdict),
             timeline=timeline,
             recovered=fault.recovered_s is not None,
+            session=self._story.session,
             lost_s=timeline[-1].at_s if timeline else 0.0,
             steps_lost=int(case.last("recovered").get("steps_lost", 0)),
             in_doubt=int(planned.get("in_doubt", 0)),
@@ -200,7 +210,7 @@ class Casebook:
 
 def _advice(case: _Case, logs: str) -> list[str]:
     fault, hang = case.fault, case.hang
-    signal = str(case.last("member_exited").get("signal") or "")
+    signal = str(case.exited.get("signal") or "")
     if hang:
         stack = next((s for s in hang["stacks"] if s.endswith(f"rank-{fault.rank:05d}.txt")), "")
         found = [f"read where it stood: {stack}"] if stack else []
@@ -223,7 +233,7 @@ def _advice(case: _Case, logs: str) -> list[str]:
     if fault.kind == "signal":
         hints = {"9": "was it the memory killer? dmesg | grep -i 'killed process'", "11": "look for a core file",
                  "15": "ask who sent SIGTERM: the scheduler's log", "7": "is /dev/shm full? df /dev/shm"}  # fmt: skip
-        return [hints.get(signal, f"signal {signal}: man 7 signal"), logs]
+        return [*([hints.get(signal, f"signal {signal}: man 7 signal")] if signal else []), logs]
     if fault.kind == "collective":
         return ["no process died: check the network between the ranks", logs]
     return [logs]
@@ -252,12 +262,10 @@ def _confidence(case: _Case) -> str:
 
 def _evidence(case: _Case) -> list[str]:
     found = [str(line) for line in (*case.hang.get("evidence", []), *case.corrupted.get("evidence", []))]
-    exited = case.last("member_exited")
+    exited = case.exited
     if exited and not case.hang:
-        how = f"signal {exited['signal']}" if exited.get("signal") else f"code {exited.get('code')}"
-        found.append(
-            f"its process ended with {how}; its status page shows {exited['phase']} of step {exited['step']}"
-        )
+        shown = f"its status page shows {exited['phase']} of step {exited['step']}"
+        found.append(f"its process {_end(exited)}; {shown}")
     states: dict[str, list[str]] = {}
     for settled in case.all("settled"):
         where = f"{settled['state']} at step {settled['step']}"
@@ -273,6 +281,19 @@ def _evidence(case: _Case) -> list[str]:
     if len(found) > EVIDENCE_MAX:
         found = [*found[:EVIDENCE_MAX], f"and {len(found) - EVIDENCE_MAX} lines more: --json, events.jsonl"]
     return found
+
+
+def _end(exited: dict[str, Any]) -> str:
+    if exited.get("signal"):
+        return f"ended with signal {exited['signal']}"
+    code = exited.get("code")
+    return (
+        "left for a restart"
+        if code == Exit.RESTART
+        else "is gone"
+        if code is None
+        else f"ended with code {code}"
+    )
 
 
 def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
@@ -306,7 +327,7 @@ def text(report: Report) -> str:
     for label, values in rows:
         pieces = [line.strip() for value in values for line in value.splitlines()]
         for index, piece in enumerate(pieces):
-            lines.append(f"{label if index == 0 else '':{LABEL}}  {piece[:LINE_LENGTH_MAX]}")
+            lines.append(f"{label if index == 0 else '':{LABEL}}  {whole_words(piece, LINE_LENGTH_MAX)}")
     return "\n".join(lines) + "\n"
 
 
@@ -322,6 +343,12 @@ def _bar(each: PhaseTime) -> str:
 
 
 def _cost(report: Report) -> str:
+    if not report.session:
+        if not report.recovered:
+            return "not known: the script has no session"
+        return (
+            f"all workers were started again after {report.lost_s:.2f} s; more is not known without a session"
+        )
     steps = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
     end = "" if report.recovered else " until the run ended" if report.ended else " and not over"
     saved = f", saved as {report.saved}" if report.saved else ""

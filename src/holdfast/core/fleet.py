@@ -283,6 +283,8 @@ class Fleet:
         if event.signal:
             kind: FaultKind = "signal"
             how = f"was killed by signal {event.signal}"
+        elif event.code == Exit.RESTART:
+            kind, how = "exit", "left for a restart"
         elif event.code is not None:
             kind, how = "exit", f"ended with code {event.code}"
         else:

@@ -143,7 +143,15 @@ def where(stacks: str) -> str:
     user = next((f for f in frames if not any(inner in f["file"] for inner in _INNER)), None)
     if user is not None and user is not frames[0]:
         text = f"{text}, called from {_frame(user)}"
-    return text[:WHERE_LENGTH_MAX]
+    return whole_words(text, WHERE_LENGTH_MAX)
+
+
+def whole_words(text: str, length_max: int) -> str:
+    """``text`` in so many characters, ended after a whole word where there is one."""
+    if len(text) <= length_max:
+        return text
+    head = text[: length_max - 3]
+    return f"{head.rpartition(' ')[0] or head}..."
 
 
 def _frame(frame: dict[str, str]) -> str:
