@@ -98,6 +98,7 @@ def test_a_rank_that_dies_shows_its_last_lines(holdfast: Run, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     assert "[rank 1] last words" in result.stdout
     assert "F001: rank 1" in result.stderr and "1 fault" in result.stderr
+    assert "F001: all workers were started again" in result.stderr and "training goes on" not in result.stderr
     assert left_behind(tmp_path) == []
 
 
@@ -105,8 +106,9 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
     result = holdfast("run", "-t", "3", "--nproc-per-node", "2", "train.py", "raise")
     assert result.returncode == 1, result.stderr
     assert "NameError" in result.stdout and "[rank 0] rank 0 says" in result.stdout
-    *_, error, log, report, then = result.stderr.splitlines()
-    assert error.startswith("error: run ") and "NameError" in error
+    *_, error, after, log, report, then = result.stderr.splitlines()
+    assert error.startswith("error: run ") and "NameError" in error and "(rank " in error
+    assert after.startswith("  after: ") and after.endswith(" s")
     assert "NameError" in Path(report.removeprefix("  report: ")).read_text()
     assert Path(log.removeprefix("  log: ")).read_text().count("NameError") == 1
     assert then.startswith("  next: ") and "holdfast logs" in then
@@ -119,7 +121,9 @@ def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=BOUND_S)
     assert process.returncode == 76, error
-    assert "Ctrl-C" in error and "  next: " in error
+    assert "Ctrl-C" in error and "no session was open" in error and error.count("  next: ") == 1
+    assert "--grace-s" not in error
+    assert '"agent_ended","data":{"code":76,"step":0}' in (tmp_path / "runs/mine/events.jsonl").read_text()
     assert left_behind(tmp_path) == []
 
 

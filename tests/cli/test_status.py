@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import span
-from holdfast.cli.view import Watch
+from holdfast.cli.status import again, fault_text, span
+from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
 from holdfast.core.page import Phase, Word
 from holdfast.errors import UsageError
 from holdfast.journal import Journal
+from holdfast.runtime.agentd import committed_step
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, log_path, write_private
 from holdfast.runtime.settings import RunSettings
@@ -197,6 +198,63 @@ def test_after_the_end(holdfast: Run, made: Made) -> None:
     assert view["reason"] == "asked by Ctrl-C"
     text = holdfast("status", "--watch").stdout
     assert "ended with 75" in text and "run the same command again" in text
+
+
+def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) -> None:
+    """The controller hears of no step between its decisions: the agent says at the end what the pages show."""
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    for page, step in zip(made.pages, (11, 10), strict=True):
+        page[Word.COMMITTED] = step
+    made.start(1, 3, n=2)
+    made.pages[2][Word.COMMITTED] = 10  # of an older process in this seat more was seen, and was taken back
+    step = committed_step(made.directory)
+    assert step == 10
+    made.journal.append("run_ended", {"code": 130, "cause": "", "reason": "second signal: Ctrl-C", "step": 0})
+    made.directory.remove_pages()
+    made.journal.append("agent_ended", {"code": 130, "step": step})
+    shown = holdfast("status").stdout
+    assert "step 10  2 workers" in shown and "why  second signal: Ctrl-C" in shown
+    assert "begins again at step 0, there is no checkpoint (10 steps lost)" in shown
+
+
+def view_of(made: Made, code: int = 130) -> RunView:
+    """Stopped at step 40."""
+    made.end(code)
+    return Watch(made.directory, made.settings).poll()
+
+
+def test_what_the_same_command_goes_on_with(made: Made) -> None:
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 25, "root": "", "generation": "1.1"})
+    assert Watch(made.directory, made.settings).poll().kept_step == 25
+    made.journal.append("sealed", {"step": 39, "directory": "step-00000039.it"})
+    assert again(view_of(made)) == "start the same command: it goes on at step 39, 1 step to do again"
+    (made.directory.path / "checkpoints").mkdir()
+    assert again(view_of(made)).startswith(f"HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same")
+
+
+def test_without_a_session_there_is_nothing_to_save(made: Made) -> None:
+    made.start(0, 1)
+    view = view_of(made, 76)
+    assert "no session was open" in view.meaning and again(view).endswith("where the script itself resumes")
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    assert "could be sealed in time" in Watch(made.directory, made.settings).poll().meaning
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("killed", "rank 1: killed, in backward of step 20"),
+        ("did not go on, in backward of step 20, collective 1", None),
+        ("ValueError: first\nsecond", "rank 1: ValueError: first, in backward of step 20"),
+    ],
+)
+def test_a_fault_in_one_line(made: Made, what: str, text: str | None) -> None:
+    made.start(0, 1)
+    made.journal.append("detected", {**FAULT, "what": what})
+    (fault,) = Watch(made.directory, made.settings).poll().faults
+    assert fault_text(fault) == (text or f"rank 1: {what}")
 
 
 def test_pages_that_go_while_they_are_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

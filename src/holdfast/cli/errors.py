@@ -3,6 +3,7 @@
 Form, always on stderr::
 
     error: what was wrong and where
+      after: how far it came          (of a run)
       log: path                       (when a run or a traceback file exists)
       next: the command or change to try
 
@@ -53,9 +54,16 @@ def say(text: str, *, colour: str = "", lead: str = "") -> None:
     click.echo((lead if plain else click.style(lead, fg=colour, bold=True)) + text, err=True)
 
 
-def outcome(message: str, log: str, hint: str, report: str = "") -> None:
-    """A failure in its printed form; ``log``, ``hint`` and ``report`` (of the fault that ended it) may be empty."""
+def outcome(message: str, log: str, hint: str, report: str = "", after: str = "") -> None:
+    """A failure in its printed form; what is empty is left out.
+
+    Args:
+        report: of the fault that ended it.
+        after: how far a run came.
+    """
     say(message, colour="red", lead="error: ")
+    if after:
+        say(f"  after: {after}")
     if log:
         say(f"  {_LOG}{log}")
     if report:

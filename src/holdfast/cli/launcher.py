@@ -19,12 +19,12 @@ from holdfast.cli.console import NAME, Screen
 from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
-from holdfast.cli.status import facts, fault_text, plural, span
+from holdfast.cli.status import again, facts, fault_text, first_line, plural
 from holdfast.cli.tail import LogTail
 from holdfast.cli.view import FaultView, RunView, Watch
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
-from holdfast.exits import MEANING, Exit
+from holdfast.exits import Exit
 from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.rundir import RunDir, last_lines, log_path, try_lock
 
@@ -35,16 +35,15 @@ LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
+HINT = "next: "
 NEXT = {
     Exit.FAILED: "read the traceback: holdfast logs {run}",
     Exit.USAGE: "holdfast run --help",
     Exit.BAD_INPUT: "read the error and change what it names: holdfast logs {run}",
     Exit.INTERNAL: "report it with the run's directory; holdfast status {run}",
     Exit.BUDGET: "holdfast status {run}  (the faults), then --max-restarts or --restart-window",
-    Exit.UNSAVED: "start the same command again; --grace-s gives the save more time",
     Exit.ORPHANED: "start the same command again",
     Exit.RESTART: "report it with the run's directory",
-    Exit.INTERRUPTED: "start the same command again: it goes on at the newest valid checkpoint",
 }
 
 
@@ -60,6 +59,13 @@ def launch(request: Request) -> int:
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         return Launcher(request, run_dir).run()
+
+
+def answered(fault: FaultView, session: bool) -> str:
+    """What was done about a fault; whether a script without a session trains, nobody can know."""
+    if not session:
+        return f"all workers were started again after {fault.recovered_s:.2f} s"
+    return f"{fault.action.replace('_', ' ')}, training goes on after {fault.recovered_s:.2f} s"
 
 
 class Launcher:
@@ -102,7 +108,7 @@ class Launcher:
             for rank, line in self.tail.drain():
                 screen.rank(rank, line)
             self._show_faults(screen)
-        return self._close(self.watch.poll())
+        return self.close()
 
     def _open(self, screen: Screen) -> None:
         settings = self.request.settings
@@ -145,10 +151,7 @@ class Launcher:
                 screen.say(f"{source}: the agent does not answer ({error}); a successor will be asked again")
                 self._answered -= 1
                 return
-            screen.say(
-                f"{source}: {answer.detail}"
-                + (f" (at most {span(grace_s)}; again to end at once)" if first else "")
-            )
+            screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
 
     def _show_output(self, screen: Screen) -> None:
         for rank, line in self.tail.poll():
@@ -168,8 +171,7 @@ class Launcher:
                 break
             self._recoveries_shown += 1
             self._write_reports()
-            answer = fault.action.replace("_", " ")
-            screen.say(f"{fault.name}: {answer}, training goes on after {fault.recovered_s:.2f} s")
+            screen.say(f"{fault.name}: {answered(fault, self.watch.story.session)}")
 
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
         if fault.rank in self.request.shown_ranks:
@@ -197,13 +199,14 @@ class Launcher:
             agent.kill()
             agent.wait()
 
-    def _close(self, view: RunView) -> int:
-        """The last lines: outcome, cost, and for a failure where to read and what to do."""
+    def close(self) -> int:
+        """Print the last lines (outcome, cost, and for a failure where to read and what to do); returns the code."""
+        view = self.watch.poll()
         code = Exit(view.code if view.code is not None else Exit.INTERNAL)
         written = self._write_reports()
         cost = ", ".join(fact for fact in facts(view) if "worker" not in fact)
         if code is Exit.OK or code is Exit.REQUEUE:
-            say(f"{NAME}run {view.run_id}: {MEANING[code]} ({cost}); logs in {view.logs}")
+            say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
             own = self.run_dir.checkpoints
@@ -213,14 +216,28 @@ class Launcher:
                     f"  next: HOLDFAST_CHECKPOINT={own} and the same command (or session(checkpoint=...) for good)"
                 )
             return code
-        why = f": {view.reason}" if view.reason else ""
+        fault = culprit(view)
         outcome(
-            f"run {view.run_id}: {MEANING[code]}{why} ({cost})",
-            self._log(view),
-            NEXT[code].format(run=self._name()),
-            str(written[-1]) if written else "",
+            f"run {view.run_id}: {view.meaning}{_why(view, fault)}",
+            # Of whoever failed last, or the directory of all logs.
+            str(log_path(self.watch.log_dir, fault.attempt, fault.rank)) if fault else view.logs,
+            self._next(view, code),
+            str(written[fault.number - 1]) if fault and written else "",
+            cost,
         )
         return code
+
+    def _next(self, view: RunView, code: Exit) -> str:
+        """One thing to do: what the error itself says, else what fits the code."""
+        said = [line.strip() for line in view.reason.splitlines()[1:]]
+        hints = [line.removeprefix(HINT) for line in said if line.startswith(HINT)]
+        if hints:
+            return hints[-1]
+        if code is Exit.UNSAVED and view.session:
+            return f"{again(view)}; --grace-s gives the save more time"
+        if code in (Exit.UNSAVED, Exit.INTERRUPTED):
+            return again(view)
+        return NEXT[code].format(run=self._name())
 
     def _write_reports(self) -> list[Path]:
         """One page per fault into the run directory; returns their paths."""
@@ -236,9 +253,17 @@ class Launcher:
             )
             return []
 
-    def _log(self, view: RunView) -> str:
-        """The log of whoever failed last, or the directory of all logs."""
-        fault = self.watch.story.last_fault
-        if fault is None:
-            return view.logs
-        return str(log_path(self.watch.log_dir, fault.attempt, fault.rank))
+
+def culprit(view: RunView) -> FaultView | None:
+    """The fault that the reason of the end is about, else the newest one."""
+    about = (f for f in reversed(view.faults) if f.what and f.what in view.reason)
+    return next(about, view.faults[-1] if view.faults else None)
+
+
+def _why(view: RunView, fault: FaultView | None) -> str:
+    """The first line of the reason, with the rank that it is about."""
+    why = first_line(view.reason)
+    if not why:
+        return ""
+    rank = f"rank {fault.rank}" if fault and fault.kind == "exception" and fault.what in view.reason else ""
+    return f": {why}" + (f" ({rank})" if rank and not why.startswith(rank) else "")

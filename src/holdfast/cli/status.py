@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import msgspec
@@ -15,6 +16,7 @@ from rich.text import Text
 from holdfast.cli.find import find_run, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
+from holdfast.exits import Exit
 
 WATCH_PERIOD_S = 0.5
 PLAIN_WIDTH = 120
@@ -59,7 +61,10 @@ def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
 
 def render(view: RunView) -> RenderableType:
     """The whole screen."""
-    parts: list[RenderableType] = [headline(view), Text(f"logs {view.logs}", style="dim")]
+    parts: list[RenderableType] = [headline(view)]
+    if view.code and view.reason:
+        parts.append(Text(f"why  {first_line(view.reason)}"))
+    parts.append(Text(f"logs {view.logs}", style="dim"))
     if view.ranks:
         parts += [Text(), _rank_table(view)]
     parts += [_spare_line(spare) for spare in view.spares]
@@ -153,8 +158,30 @@ def _busy(one: RankView) -> Text:
 
 def fault_text(fault: FaultView) -> str:
     """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
-    place = f", in {fault.phase} of step {fault.step:,}" if fault.phase else ""
-    return f"rank {fault.rank}: {fault.what or fault.kind}{place}"
+    what = first_line(fault.what) or fault.kind
+    # A collective that was given up is named with the place it was called from.
+    said = not fault.phase or f"in {fault.phase} of step {fault.step}" in what
+    return f"rank {fault.rank}: {what}" + ("" if said else f", in {fault.phase} of step {fault.step:,}")
+
+
+def first_line(text: str) -> str:
+    """Messages of exceptions have as many lines as they like; the log has all of them."""
+    return next(iter(text.splitlines()), "")
+
+
+def again(view: RunView) -> str:
+    """The next command after an end without a save of its own: where it goes on, and what is lost."""
+    if not view.session:
+        return "start the same command: it begins where the script itself resumes"
+    if view.kept_step < 0:
+        lost = f" ({plural(view.step, 'step')} lost)" if view.step else ""
+        return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
+    own = Path(view.directory) / "checkpoints"
+    # The script named no directory, so a new run would look into its own, which is empty.
+    start = f"HOLDFAST_CHECKPOINT={own} and" if own.is_dir() else "start"
+    behind = view.step - view.kept_step
+    redone = f", {plural(behind, 'step')} to do again" if behind > 0 else ""
+    return f"{start} the same command: it goes on at step {view.kept_step:,}{redone}"
 
 
 def _fault_lines(fault: FaultView) -> list[Text]:
@@ -170,9 +197,11 @@ def _fault_lines(fault: FaultView) -> list[Text]:
 
 def _next(view: RunView) -> str:
     if view.state == "ended":
+        if view.code in (Exit.UNSAVED, Exit.INTERRUPTED):
+            return again(view)
         return {0: f"holdfast logs {view.run_id}", 75: "run the same command again to go on"}.get(
             view.code or 0, f"holdfast logs {view.run_id}  (codes: docs/exit-codes.md)"
         )
     if view.state == "lost":
-        return "no process of this run is left; run the same command again to go on"
+        return f"no process of this run is left; {again(view)}"
     return f"holdfast logs -f {view.run_id}   |   holdfast exit {view.run_id}"

@@ -78,7 +78,8 @@ class FaultView(msgspec.Struct):
 
 
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries."""
+    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries;
+    ``kept_step``: of the newest checkpoint, sealed in this run or found at its start; -1: there is none."""
 
     run_id: str
     directory: str
@@ -94,6 +95,7 @@ class RunView(msgspec.Struct):
     step: int
     steps_lost: int
     sealed_step: int
+    kept_step: int
     steps_per_s: float | None
     goodput: float | None
     created_at: float
@@ -115,6 +117,7 @@ class Story:
         self.step = 0
         self.steps_lost = 0
         self.sealed_step = -1
+        self.found_step = -1  # of the checkpoint that the run began with
         self.exiting = ""
         self.ended: dict[str, Any] | None = None
         self.ended_at = 0.0
@@ -188,6 +191,8 @@ class Story:
         self._open = [(fault, at) for fault, at in self._open if fault.member_id != data["member_id"]]
 
     def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:
+        if not self.session:
+            self.found_step = int(data.get("step", 0)) or -1
         self.session = True
         self.step = max(self.step, int(data.get("step", 0)))
 
@@ -220,6 +225,7 @@ class Story:
         )
 
     def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
+        self.step = max(self.step, int(data.get("step", 0)))
         # An agent that gave up on controllers ends the run alone; otherwise the run has ended before.
         if self.ended is None:
             self.ended, self.ended_at = (
@@ -267,7 +273,7 @@ class Watch:
             logs=str(log_path(self.log_dir, max(story.attempt, 0), 0).parent),
             state=self._state(ranks),
             code=code,
-            meaning="" if code is None else MEANING[Exit(code)],
+            meaning="" if code is None else meaning(Exit(code), story.session),
             reason="" if story.ended is None else str(story.ended["reason"]),
             workers=settings.nproc,
             attempt=story.attempt,
@@ -276,6 +282,7 @@ class Watch:
             step=step,
             steps_lost=story.steps_lost,
             sealed_step=story.sealed_step,
+            kept_step=max(story.sealed_step, story.found_step),
             steps_per_s=self._speed(step) if story.ended is None else None,
             goodput=self._goodput(now),
             created_at=settings.created_at,
@@ -333,6 +340,13 @@ class Watch:
             lost_s += max(0.0, end - max(fault.at, until))
             until = max(until, end)
         return round(max(0.0, 1.0 - lost_s / begun_s), 5)
+
+
+def meaning(code: Exit, session: bool) -> str:
+    """What the end of a run means. ``session``: one was opened in it; without one there is nothing to save."""
+    if code is Exit.UNSAVED and not session:
+        return "asked to exit; no session was open, so there was nothing to save"
+    return MEANING[code]
 
 
 def _spare_view(page: Page) -> SpareView:

@@ -43,6 +43,7 @@ from holdfast.core.messages import (
     StopRun,
     WorkerHello,
 )
+from holdfast.core.page import Word
 from holdfast.core.sightings import Gather
 from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spare
 from holdfast.errors import InternalError, ProtocolError
@@ -55,6 +56,7 @@ from holdfast.runtime.death import read_death
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.keys import Keys
+from holdfast.runtime.page import each_page
 from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
     Processes,
@@ -66,7 +68,7 @@ from holdfast.runtime.procs import (
     wait_written,
     writers,
 )
-from holdfast.runtime.rundir import RunDir, probe_path, try_lock, write_private
+from holdfast.runtime.rundir import PAGE, RunDir, probe_path, try_lock, write_private
 from holdfast.runtime.settings import RunSettings, without_launch
 from holdfast.runtime.spawn import Order, free_port, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
@@ -198,9 +200,11 @@ class AgentDaemon:
             if left:
                 self._journal.append("leftovers_killed", {"pids": left})
                 await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
+        # A controller hears of steps only when something happens: how far the job came stands on the pages alone.
+        step = committed_step(self._run)
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
-        self._journal.append("agent_ended", {"code": self._over.result()})
+        self._journal.append("agent_ended", {"code": self._over.result(), "step": step})
         self._journal.close()
 
     # ------------------------------------------------------------ beginnings
@@ -478,6 +482,15 @@ def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
         master_port=settings.master_port or free_port(),
         spare="any" if build.rank == ANY_RANK else "fixed",
     )
+
+
+def committed_step(run: RunDir) -> int:
+    """The newest step that a worker here has committed; of several processes in one seat the newest counts."""
+    newest: dict[int, tuple[int, int]] = {}
+    for page in each_page(run.pages_link, PAGE):
+        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
+        newest[rank] = max(found, newest.get(rank, found))
+    return max((step for _, step in newest.values()), default=0)
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:

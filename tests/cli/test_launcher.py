@@ -1,0 +1,54 @@
+"""The last lines of a run: one error line, the rank that it is about, and one next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.launcher import Launcher
+from holdfast.cli.resolve import Request
+from holdfast.core.messages import Field
+from holdfast.errors import UserError
+from tests.cli.test_status import FAULT, Made, swept
+
+__all__ = ["swept"]
+
+pytestmark = pytest.mark.usefixtures("swept")
+RAISED: dict[str, Field] = {**FAULT, "kind": "exception"}
+
+
+def last_lines(
+    made: Made, capsys: pytest.CaptureFixture[str], what: str, reason: str, code: int = 1
+) -> list[str]:
+    """What the launcher prints when a run ends because rank 1 raised ``what``; rank 0 failed after it."""
+    made.start(0, 1)
+    made.journal.append("detected", {**RAISED, "what": what})
+    made.journal.append("detected", {**RAISED, "what": "left for a restart", "rank": 0, "member_id": 1})
+    made.end(code, reason)
+    request = Request(made.settings, made.directory.path, frozenset({0}), (), ())
+    launcher = Launcher(request, made.directory)
+    assert launcher.close() == code
+    return capsys.readouterr().err.splitlines()
+
+
+def test_an_exception_of_many_lines_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what = "ValueError: bad sample\n  in file a\n  in file b"
+    error, after, log, report, then = last_lines(
+        Made(tmp_path, "it"), capsys, what, f"the same exception: {what}"
+    )
+    assert (
+        error
+        == "error: run it: the training script failed: the same exception: ValueError: bad sample (rank 1)"
+    )
+    assert after.startswith("  after: step 40, 2 faults") and log.endswith("rank-00001.log")
+    assert report.endswith("F001.txt") and then.startswith("  next: read the traceback")
+
+
+def test_the_next_step_of_the_error_itself_is_the_only_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = f"UserError: {UserError('no such key', hint='rename it')}"
+    lines = last_lines(Made(tmp_path, "it"), capsys, what, what, 3)
+    assert lines[0].endswith("UserError: no such key (rank 1)")
+    assert [line for line in lines if "next: " in line] == ["  next: rename it"]
