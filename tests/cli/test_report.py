@@ -177,9 +177,15 @@ def test_the_command(tmp_path: Path, holdfast: Run) -> None:
     assert json.loads(holdfast("report", "--json").stdout)[0]["stacks"] == report.stacks
     wrong = holdfast("report", "--fault", "7")
     assert wrong.returncode == 2 and "no fault 7: there are F001 to F001" in wrong.stderr
+    faulty(tmp_path / "b", "exception", "ValueError: no", signal=None, recovered=False)
+    over = holdfast("report", "--run-dir", "b/runs").stdout
+    assert over.endswith("ended with 1: the training script failed: over\n")
     calm = Made(tmp_path, "calm")
     calm.start(0, 1)
     assert holdfast("report", "calm").stdout == "run calm had no fault\n"
+    calm.end(75, "asked to exit (launcher lost): step 40 is sealed")
+    assert "ended with 75: graceful exit" in holdfast("report", "calm").stdout
+    assert "why  asked to exit (launcher lost): step 40 is sealed" in holdfast("status", "calm").stdout
     Made(tmp_path, "never-started")
     gone = holdfast("stacks", "never-started")
     assert gone.returncode == 2 and "no living worker" in gone.stderr

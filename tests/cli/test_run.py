@@ -127,6 +127,15 @@ def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_warning_of_a_scheduler_is_graceful(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=BOUND_S)
+    assert process.returncode == 76 and f"asked to exit ({number.name})" in error
+    assert left_behind(tmp_path) == []
+
+
 def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
     process = start(tmp_path)
     answer = holdfast("exit", "mine", "--grace-s", "20")

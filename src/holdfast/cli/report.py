@@ -8,7 +8,8 @@ import msgspec
 from holdfast import journal
 from holdfast.cli.find import find_run, run_argument
 from holdfast.cli.postmortem import Report, reports_of, text
-from holdfast.cli.view import Watch
+from holdfast.cli.status import first_line
+from holdfast.cli.view import RunView, Watch
 from holdfast.errors import UsageError
 
 
@@ -22,8 +23,9 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
     Made from the event log alone, so runs that are over, or broke down, have reports too.
     """
     directory, settings = find_run(run, run_dir)
+    watch = Watch(directory, settings)
     events = journal.read(directory.journal).events
-    found = reports_of(directory, settings.run_id, Watch(directory, settings).log_dir, events)
+    found = reports_of(directory, settings.run_id, watch.log_dir, events)
     chosen = found if fault is None else [_named(found, fault, settings.run_id)]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen), indent=2))
@@ -31,7 +33,18 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
         click.echo(f"run {settings.run_id} had no fault")
     else:
         click.echo("\n".join(text(each) for each in chosen), nl=False)
+    if not as_json and (ended := _ended(watch.poll())):
+        click.echo(ended)
     return 0
+
+
+def _ended(view: RunView) -> str:
+    """How the run ended, unless in order: a fault need not have been the cause."""
+    return (
+        f"ended with {view.code}: {view.meaning}: {first_line(view.reason)}"
+        if view.code and view.reason
+        else ""
+    )
 
 
 def _named(found: list[Report], fault: str, run_id: str) -> Report:

@@ -31,6 +31,7 @@ from holdfast.store.place import ROOT_VARIABLE, absolute
 
 DEFAULT_PORT = 29500
 RUN_HELP = "holdfast run --help"
+SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # before a job's time is over: Slurm's --signal=USR1@60
 _COUNT_DEVICES = {
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
     "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
@@ -480,7 +481,7 @@ def _signals(names: str) -> tuple[signal.Signals, ...]:
             raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process",
                              hint="for example SIGTERM,SIGUSR1")  # fmt: skip
         found.append(number)
-    return tuple(dict.fromkeys((*found, signal.SIGUSR2)))
+    return tuple(dict.fromkeys((*found, *SCHEDULER_SIGNALS)))
 
 
 def shown_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:

@@ -38,7 +38,7 @@ class Ending:
             job.record("exit_requested", source=source, grace_s=grace_s)
         job.timer("exit", grace_s)
         if not job.session:
-            self._stop(Exit.UNSAVED, f"asked to exit by {source}", min(grace_s, job.config.term_grace_s))
+            self._stop(Exit.UNSAVED, self._asked(), min(grace_s, job.config.term_grace_s))
             return
         for member in job.roster.living:
             self.remind(member)
@@ -74,7 +74,7 @@ class Ending:
         if self._is_saved():
             self._stop(Exit.REQUEUE, "the checkpoint is sealed, but not every process left in time", 0.0)
         else:
-            self._stop(Exit.UNSAVED, f"asked to exit by {self.job.exit_source}: the deadline has passed", 0.0)
+            self._stop(Exit.UNSAVED, f"{self._asked()}: the deadline has passed", 0.0)
 
     def finished(self, member: Member, message: Finished) -> None:
         """The session of one rank is done."""
@@ -134,9 +134,12 @@ class Ending:
                 return Exit.FAILED, f"rank {member.rank} ended with {how} after training"
         if any(m.finished and m.finished.reason == "exit" for m in self.job.roster.members):
             if self._is_saved():
-                return Exit.REQUEUE, f"asked to exit: step {self.job.step} is sealed"
-            return Exit.UNSAVED, "asked to exit: no checkpoint was sealed"
+                return Exit.REQUEUE, f"{self._asked()}: step {self.job.step} is sealed"
+            return Exit.UNSAVED, f"{self._asked()}: no checkpoint was sealed"
         return Exit.OK, f"training is done at step {self.job.step}"
+
+    def _asked(self) -> str:
+        return f"asked to exit ({self.job.exit_source or 'by a worker'})"
 
     def _is_saved(self) -> bool:
         step = self.job.step if self.job.agreed_step is None else self.job.agreed_step

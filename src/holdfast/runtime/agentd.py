@@ -139,7 +139,7 @@ class AgentDaemon:
         self._driver.start()
         self._watch_launcher()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._signalled, number)
         self._procs.want_zygote()
         self._adopt()
