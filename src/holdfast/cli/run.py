@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from holdfast.cli.flags import FLAGS, Flag
 from holdfast.cli.resolve import RUN_HELP, resolve
-from holdfast.errors import UsageError
+from holdfast.errors import AuthError, UsageError, UserError
 
 _TYPES: dict[str, Any] = {"text": str, "whole": int, "number": float}
 _SECTIONS: tuple[tuple[str, Callable[[Flag], bool]], ...] = (
@@ -67,7 +67,13 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
         raise UsageError("no training script given", hint=f"holdfast run train.py  (flags: {RUN_HELP})")
     sources = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     given = frozenset(key for key in values if ctx.get_parameter_source(key) in sources)
-    request = resolve(values, given, script, args)
+    try:
+        request = resolve(values, given, script, args)
+    except (
+        UserError,
+        AuthError,
+    ) as error:  # of whatever kind: the command line is wrong, and nothing was started
+        raise UsageError(error.message, hint=error.hint) from error
     from holdfast.cli.launcher import launch  # loads rich: not for a command line that is refused
 
     return launch(request)
