@@ -257,6 +257,13 @@ def test_a_fault_in_one_line(made: Made, what: str, text: str | None) -> None:
     assert fault_text(fault) == (text or f"rank 1: {what}")
 
 
+def test_nothing_is_wrapped_into_a_pipe(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.journal.append("detected", {**FAULT, "what": "word " * 80})
+    (line,) = [line for line in holdfast("status").stdout.splitlines() if line.startswith("F001")]
+    assert line.count("word") == 80
+
+
 def test_pages_that_go_while_they_are_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     made.start(0, 1)
     watch = Watch(made.directory, made.settings)

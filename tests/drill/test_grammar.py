@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from holdfast.cli.main import answer
 from holdfast.drill.grammar import MOMENT, STEP_PHASES, Fault, expand, parse_fault
 from holdfast.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("kill:rank=9@step=3", "ranks 0 to 1"), ("kill:rank=1@step=99", "at step 8")]
+)
+def test_what_can_never_come_is_refused_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, part: str
+) -> None:
+    flags = ["--nproc", "2", "--steps", "8", "--run-dir", str(tmp_path)]
+    assert answer(["drill", *flags, "--fault", text]) == 2
+    assert part in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, StoreWriteError
+from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.place import Place
 from holdfast.store.reader import load_into
 from holdfast.store.validity import inspect
@@ -163,6 +164,12 @@ def test_an_unfinished_attempt_is_invalid(tmp_path: Path) -> None:
     (path / "rank-r00003.json").unlink()
     found = inspect(path)
     assert not found.valid and "rank 3 did not finish" in found.reason and found.step == 12
+    assert not found.unfinished, "a seal says that it was whole once"
+    (path / SEAL_NAME).unlink()
+    assert inspect(path).unfinished
+    for left in path.iterdir():
+        left.unlink()
+    assert inspect(path).unfinished, "nobody came further than the directory"
 
 
 def test_a_bad_extent_is_healed_from_the_other_copy(tmp_path: Path) -> None:

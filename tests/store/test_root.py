@@ -35,7 +35,7 @@ def test_newest_valid_and_the_reason_of_each_rejected_one(tmp_path: Path) -> Non
     choice = Root(tmp_path).newest_valid()
     assert choice.require().step == 20
     assert [v.step for v in choice.rejected] == [40, 30]
-    assert "catalogue.json: does not exist" in choice.rejected[0].reason
+    assert "no rank has finished its share" in choice.rejected[0].reason
     assert "rank 3 did not finish" in choice.rejected[1].reason
     assert Root(tmp_path).newest_valid(at=10).require().step == 10
     with pytest.raises(NothingToResume, match=r"rank-r00003.json: missing"):

@@ -168,6 +168,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "verify", str(shard.parent))
     assert code == 3 and shard.name in err and "next: holdfast ckpt repair --dry-run" in err
     assert json.loads(run(capsys, "ls", str(root), "--deep", "--json")[1])[0]["valid"] is False
+    code, _, err = run(capsys, "repair", str(shard.parent))
+    assert code == 3 and "next: it cannot be rebuilt; another one: holdfast ckpt ls" in err
     code, out, _ = run(capsys, "prune", str(root), "--keep", "1", "--dry-run")
     assert code == 0 and "would remove" in out and len(Root(root).names()) == 2
     code, out, _ = run(capsys, "prune", str(root), "--keep", "1")
@@ -180,3 +182,16 @@ def test_commands_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 3 and "no valid checkpoint" in err
     assert run(capsys, "prune", str(tmp_path), "--keep", "0")[0] == 2
     assert inspect(tmp_path / "nowhere").reason.endswith("does not exist")
+
+
+def test_what_is_not_there_or_not_finished_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["ls"], ["prune", "--keep", "1"]):
+        code, _, err = run(capsys, command[0], str(tmp_path / "nope"), *command[1:])
+        assert code == 2 and "nope does not exist" in err and "next: " in err
+    (tmp_path / save_id(10).directory()).mkdir()
+    out = run(capsys, "ls", str(tmp_path))[1]
+    assert "unfinished" in out and "invalid" not in out
+    (line,) = [line for line in out.splitlines() if "no rank has finished" in line]
+    assert line.startswith("10") and str(tmp_path) in line, "nothing is wrapped into a pipe"

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
+from holdfast.cli.console import table_console
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
@@ -26,7 +27,6 @@ from holdfast.store.root import GRACE_S, Root, resolve
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
 
-PLAIN_WIDTH = 140
 HOLDERS_SHOWN = 10_000
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 
@@ -45,7 +45,7 @@ def ckpt() -> None:
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
     """All attempts below ROOT, newest first, and why a bad one is bad."""
-    found = Root(root).list(deep=deep)
+    found = _root(root).list(deep=deep)
     if as_json:
         _say_json(found)
         return 0
@@ -55,7 +55,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
         remark = one.reason or "; ".join(one.damage)
         table.add_row(str(one.step), one.name, _state(one), kind, str(one.world or ""),
                       _size(one.size_bytes), remark)  # fmt: skip
-    _console().print(table if found else f"no checkpoint in {root}")
+    table_console().print(table if found else f"no checkpoint in {root}")
     return 0
 
 
@@ -74,7 +74,7 @@ def show(checkpoint: str, as_json: bool) -> int:
         }
         _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
         return 0
-    console = _console()
+    console = table_console()
     console.print(f"{path}\nstep {judged.step}, {_state(judged)}, {judged.world} ranks, written by "
                   f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
                   f"values: {', '.join(sorted(values)) or 'none'}", soft_wrap=True)  # fmt: skip
@@ -139,7 +139,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
     table = _table("tensor", "dtype", "shape", "box", "ranks")
     for one in islice(found, HOLDERS_SHOWN):
         table.add_row(one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
-    _console().print(table)
+    table_console().print(table)
     if next(found, None) is not None:
         click.echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0
@@ -152,7 +152,11 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
     """Rebuild damaged files of CHECKPOINT, as far as copies and digests allow."""
     path = resolve(checkpoint)
-    done = repair(path, dry_run=dry_run)
+    try:
+        done = repair(path, dry_run=dry_run)
+    except CheckpointInvalid as error:
+        error.hint = error.hint or f"it cannot be rebuilt; another one: holdfast ckpt ls {path.parent}"
+        raise
     if as_json:
         _say_json(done)
         return 0
@@ -251,7 +255,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:
     """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read or written."""
     place = place_of(root)
-    done = Root(place).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
+    done = _root(root).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
     if as_json:
         _say_json(done)
         return 0
@@ -297,6 +301,14 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
         click.echo("\n".join(made))
 
 
+def _root(text: str) -> Root:
+    """The root that a user names; one that is not there is a typing error, and not an empty root."""
+    place = place_of(text)
+    if isinstance(place, Path) and not place.exists():
+        raise UsageError(f"{place} does not exist", hint="name the directory that the session saves to")
+    return Root(place)
+
+
 def _valid(path: Place) -> Validity:
     judged = inspect(path)
     if not judged.valid:
@@ -306,7 +318,7 @@ def _valid(path: Place) -> Validity:
 
 def _state(judged: Validity) -> str:
     if not judged.valid:
-        return "invalid"
+        return "unfinished" if judged.unfinished else "invalid"
     state = "sealed" if judged.sealed else "complete"
     return f"{state}, damaged" if judged.damage else state
 
@@ -320,11 +332,6 @@ def _size(size_bytes: int) -> str:
 
 def _say_json(value: object) -> None:
     click.echo(msgspec.json.encode(value))
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def _table(*columns: str) -> Table:

@@ -15,7 +15,14 @@ from rich.live import Live
 from rich.text import Text
 
 PLAIN_PERIOD_S = 30.0
+UNWRAPPED_WIDTH = 100_000  # columns of a pipe or a file
 NAME = "holdfast: "
+
+
+def table_console() -> Console:
+    """For tables and long lines on stdout: nothing is wrapped but on a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNWRAPPED_WIDTH)
 
 
 class Screen:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.console import Screen
+from holdfast.cli.console import Screen, table_console
 from holdfast.core.fault import SEEN
 from holdfast.drill.excerpt import text
-from holdfast.drill.grammar import Fault, parse_fault
+from holdfast.drill.grammar import Fault, check, parse_fault
 from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torch
 from holdfast.drill.timeline import FaultReport
 from holdfast.exits import Exit
@@ -28,7 +27,6 @@ WORDS = {
     "restored": "state taken from the survivors",
     "resumed": "next step committed, full size",
 }
-WIDTH = 80
 BAR = 20
 DEFAULT_STEPS = 40
 
@@ -69,6 +67,10 @@ def drill(
     """
     require_torch()
     specs = [parse_fault(text) for text in faults]
+    for (
+        spec
+    ) in specs:  # now, and not after a whole run; how many steps another script has, that run will show
+        check(spec, world_size=nproc, steps=steps if script is None else None)
     if script is None:
         exercise = Exercise.builtin(nproc=nproc, size=size, layout=layout, steps=steps, save_every=save_every)
     else:
@@ -100,8 +102,8 @@ def _line(name: str, step: int, done: int) -> str:
 
 
 def show(verdict: Verdict) -> None:
-    """Timeline and verdict, 80 columns."""
-    console = Console(highlight=False, width=WIDTH)
+    """Timeline and verdict."""
+    console = table_console()
     for number, fault in enumerate(verdict.faults, 1):
         console.print(Text(f"\nfault {number}: {headline(fault)}", style="bold"))
         console.print(timeline(fault))

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.console import table_console
 from holdfast.cli.find import find_run, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
 from holdfast.exits import Exit
 
 WATCH_PERIOD_S = 0.5
-PLAIN_WIDTH = 120
 STATE_STYLE = {
     "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
 }  # fmt: skip
@@ -37,9 +37,7 @@ def status(run: str | None, run_dir: str, as_json: bool, watch: bool) -> int:
         for view in _views(looker, watch):
             click.echo(msgspec.json.encode(view))
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = table_console()
     if watch and console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             for view in _views(looker, watch):

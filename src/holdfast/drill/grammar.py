@@ -105,6 +105,18 @@ def parse_fault(text: str) -> FaultSpec:
     return FaultSpec(text, _kind(kind), ranks, step, every, phase)
 
 
+def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
+    """Refuse what can never come. ``steps``: of the run; None: not known yet.
+
+    Raises:
+        UsageError: a rank or a step that the run does not have.
+    """
+    if any(rank >= world_size for rank in spec.ranks):
+        raise _wrong(spec.text, f"the run has ranks 0 to {world_size - 1} (--nproc {world_size})")
+    if steps is not None and spec.step >= steps:
+        raise _wrong(spec.text, f"the run ends at step {steps} (--steps): the fault would never come")
+
+
 def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[Fault]:
     """The faults in the order of their steps; what is random is drawn from ``seed``.
 
@@ -114,10 +126,7 @@ def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int
     draw = random.Random(seed)
     faults: list[Fault] = []
     for spec in specs:
-        if any(rank >= world_size for rank in spec.ranks):
-            raise _wrong(spec.text, f"the run has ranks 0 to {world_size - 1} (--nproc {world_size})")
-        if spec.step >= steps:
-            raise _wrong(spec.text, f"the run ends at step {steps} (--steps): the fault would never come")
+        check(spec, world_size=world_size, steps=steps)
         places = range(spec.step, steps, spec.step) if spec.every else (spec.step,)
         for step in places:
             ranks = spec.ranks or (draw.randrange(world_size),)

@@ -68,6 +68,10 @@ class Stored(msgspec.Struct, frozen=True):
         return flat_regions(record.box, first, first + size_bytes // item)
 
 
+class _Unfinished(CheckpointInvalid):
+    """A share is missing that nobody has said to be complete: the save is under way, or its writers died."""
+
+
 class Index(msgspec.Struct, frozen=True):
     """Everything that the JSON files of a valid checkpoint say, cross-checked."""
 
@@ -101,6 +105,7 @@ class Validity(msgspec.Struct, frozen=True):
     tensors: int = 0
     size_bytes: int = 0
     damage: tuple[str, ...] = ()
+    unfinished: bool = False  # not valid, and never was: a share was not written to its end
 
     @property
     def name(self) -> str:
@@ -129,7 +134,8 @@ def inspect(
             sealed, broken = _seal(directory, index)
             damage = (*damage, *broken)
     except CheckpointInvalid as error:
-        return Validity(str(path), False, error.message, step, deep=deep, damage=(error.message,))
+        unfinished, why = isinstance(error, _Unfinished), error.message
+        return Validity(str(path), False, why, step, deep=deep, damage=(why,), unfinished=unfinished)
     some = next(iter(index.manifests.values()))
     return Validity(
         str(path), True, "", index.save_id.step, index.save_id, sealed, deep, some.world, some.writers,
@@ -148,25 +154,26 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
     """
     where = directory.path
     names = directory.names()
+    missing_share = CheckpointInvalid if form.SEAL_NAME in names else _Unfinished
     damage: list[str] = []
+    found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in names)
+    ranks = sorted({rank for rank in found if rank is not None})
+    if not ranks:
+        raise missing_share(f"{where}: no rank has finished its share")
     catalogue = _read_json(directory, form.CATALOGUE_NAME, form.decode_catalogue, damage)
     manifests: dict[int, RankManifest] = {}
     digests: dict[str, str] = {}
-    found = (form.rank_of_name(name.removeprefix(form.COPY_PREFIX)) for name in names)
-    ranks = sorted({rank for rank in found if rank is not None})
     for rank, (read, noted) in zip(
         ranks, _each(directory, partial(_read_manifest, directory), ranks), strict=True
     ):
         manifests[rank], digests[form.rank_name(rank)] = read
         damage += noted
-    if not manifests:
-        raise CheckpointInvalid(f"{where}: no rank has finished its share")
     first = next(iter(manifests.values()))
     for rank, manifest in manifests.items():
         _check_agreement(rank, manifest, first, catalogue, directory)
     for rank in first.writers:
         if rank not in manifests:
-            raise CheckpointInvalid(
+            raise missing_share(
                 f"{where / form.rank_name(rank)}: missing; rank {rank} did not finish its share"
             )
     boxes: dict[str, list[Stored]] = {}
