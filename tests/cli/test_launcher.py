@@ -48,7 +48,7 @@ def test_an_exception_of_many_lines_is_one_line(tmp_path: Path, capsys: pytest.C
 def test_the_next_step_of_the_error_itself_is_the_only_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    what = f"UserError: {UserError('no such key', hint='rename it')}"
+    what = f"UserError: {UserError('no such key:', hint='rename it')}"
     lines = last_lines(Made(tmp_path, "it"), capsys, what, what, 3)
-    assert lines[0].endswith("UserError: no such key (rank 1)")
+    assert lines[0].endswith("UserError: no such key (rank 1)"), "without the colon"
     assert [line for line in lines if "next: " in line] == ["  next: rename it"]

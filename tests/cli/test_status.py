@@ -255,6 +255,8 @@ def test_a_fault_in_one_line(made: Made, what: str, text: str | None) -> None:
     made.journal.append("detected", {**FAULT, "what": what})
     (fault,) = Watch(made.directory, made.settings).poll().faults
     assert fault_text(fault) == (text or f"rank 1: {what}")
+    fault.phase, fault.what = "starting", "killed"
+    assert fault_text(fault) == "rank 1: killed, before its session was open"
 
 
 def test_nothing_is_wrapped_into_a_pipe(holdfast: Run, made: Made) -> None:

@@ -6,7 +6,6 @@ import click
 
 from holdfast.cli.errors import logs_at
 from holdfast.cli.find import find_run, run_argument
-from holdfast.cli.status import span
 from holdfast.cli.view import Watch
 from holdfast.core.messages import ExitRun
 from holdfast.errors import UserError
@@ -35,6 +34,6 @@ def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None)
             )
     click.echo(f"{settings.run_id}: {answer.detail}")
     if not cancel:
-        click.echo(f"it saves at the end of a step and leaves with code 75, at the latest in {span(bound_s)}")
+        click.echo("it saves at the end of a step and leaves with code 75")
         click.echo(f"take it back: holdfast exit --cancel {run or settings.run_id}")
     return 0

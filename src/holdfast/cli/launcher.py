@@ -262,7 +262,7 @@ def culprit(view: RunView) -> FaultView | None:
 
 def _why(view: RunView, fault: FaultView | None) -> str:
     """The first line of the reason, with the rank that it is about."""
-    why = first_line(view.reason)
+    why = first_line(view.reason).rstrip(":")  # what it announces is in the log
     if not why:
         return ""
     rank = f"rank {fault.rank}" if fault and fault.kind == "exception" and fault.what in view.reason else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.cli.status import fault_place
 from holdfast.cli.view import FaultView, Story
 from holdfast.core.fault import SEEN
 from holdfast.exits import Exit
@@ -175,7 +176,7 @@ class Casebook:
             node=self._nodes.get(fault.member_id, ""),
             kind=fault.kind,
             what=fault.what,
-            where=f"{fault.phase} of step {fault.step}" if fault.phase else f"step {fault.step}",
+            where=fault_place(fault),
             confidence=_confidence(case),
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],

@@ -17,6 +17,7 @@ from holdfast.cli.console import table_console
 from holdfast.cli.find import find_run, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
+from holdfast.core.page import Phase
 from holdfast.exits import Exit
 
 WATCH_PERIOD_S = 0.5
@@ -159,7 +160,14 @@ def fault_text(fault: FaultView) -> str:
     what = first_line(fault.what) or fault.kind
     # A collective that was given up is named with the place it was called from.
     said = not fault.phase or f"in {fault.phase} of step {fault.step}" in what
-    return f"rank {fault.rank}: {what}" + ("" if said else f", in {fault.phase} of step {fault.step:,}")
+    return f"rank {fault.rank}: {what}" + ("" if said else f", {fault_place(fault)}")
+
+
+def fault_place(fault: FaultView) -> str:
+    """Where it was: of a script that has opened no session nothing is known."""
+    if fault.phase == Phase.STARTING.name.lower():
+        return "before its session was open"
+    return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"
 
 
 def first_line(text: str) -> str:
