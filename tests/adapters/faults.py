@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.gloo import Recorder
 from holdfast.adapters.torch.heal import heal, rehearsals_needed
+from holdfast.adapters.torch.inner import BuiltGroup
 from holdfast.adapters.torch.rendezvous import ControlStore
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, UnsupportedError
@@ -265,36 +267,65 @@ def lost_while_connecting(line: Line, victim: int, how: str) -> str:
     return "rebuilt"
 
 
-def rebuilt_often(line: Line, generations: int) -> list[int]:
-    """Two groups and the vote's are rebuilt again and again; the sockets of this process in each generation.
+def rebuilt_often(line: Line, generations: int) -> list[list[int]]:
+    """Two groups and the vote's are broken and rebuilt again and again.
 
-    gloo closes those of a broken group, but for one that listens, in a thread of its own: it gets a while for that.
+    Returns: descriptors and threads of this process in each generation; what ends beside this thread gets a while.
     """
+    gc.disable()  # it may be long in coming
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.new_group()
     state = fabric()
-    found: list[int] = []
+    state.shield(True)
+    _ring(line.rank, line.world_size, 0, SIZE)  # from then on a thread waits for messages
+    found: list[list[int]] = []
     for number in range(1, generations + 1):
         state.reduce_vote([1])
-        _all_built(line, f"counted-{number}")
-        most = found[0] + 3 * len(found) if found else _sockets()
+        _all_built(line, f"voted-{number}")
         deadline_s = time.monotonic() + 5.0
-        while _sockets() > most and time.monotonic() < deadline_s:
+        while found and _held() != found[0] and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        found.append(_sockets())
-        _all_built(line, f"done-{number}")
-        state.poison("again")
+        found.append(_held())
+        _all_built(line, f"counted-{number}")
+        _break_off(line, f"begun-{number}")
         state.reconfigure(Generation(1, number + 1))
     return found
 
 
-def _sockets() -> int:
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
-        except FileNotFoundError:  # closed between the listing and now
-            continue
+def _break_off(line: Line, moment: str) -> None:
+    """The fault comes while all but rank 0 wait for it."""
+    works = []
+    if line.rank > 0:
+        works = [dist.all_reduce(torch.ones(SIZE), async_op=True), dist.irecv(torch.ones(SIZE), 0)]
+    _all_built(line, moment)
+    fabric().poison("again")
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _held() -> list[int]:
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+
+
+def buried_in_a_wait(line: Line) -> list[bool]:
+    """A thread of gloo waits for a peer, and nothing has ended that, when its group is buried.
+
+    Returns: whether nothing was left of the group, then and after the wait had ended.
+    """
+    dist.init_process_group("gloo", timeout=LIMIT)
+    _all_built(line)
+    found: list[bool] = []
+    if line.rank == 0:
+        (inner,) = cast(list[BuiltGroup], fabric()._inners())
+        endpoints, inner._endpoints = inner._endpoints, []
+        inner.group.allreduce([torch.ones(SIZE)], dist.AllreduceOptions())
+        fabric().bury(inner)
+        found.append(inner.buried(0.1))
+        for each in endpoints:
+            each.shutdown()
+        found.append(inner.buried(20.0))
+    _all_built(line, "looked")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.adapters.torch.fabric import Fabric
+from holdfast.adapters.torch.fabric import BURIALS_S, Fabric
 from tests.adapters import faults
 from tests.adapters.worlds import Worlds
 
@@ -109,10 +109,29 @@ def test_a_peer_that_is_lost_while_groups_connect_holds_nobody(worlds: Worlds, v
         assert all(f"rank {victim} is gone" in text for text in survivors)
 
 
-def test_a_broken_group_leaves_no_connection_behind(worlds: Worlds) -> None:
-    """Of each of the three groups gloo keeps one socket, the listening one."""
+def test_broken_groups_leave_nothing_behind(worlds: Worlds) -> None:
+    """No descriptor and no thread, of ours or of gloo."""
     for found in worlds.values(faults.rebuilt_often, 3, generations=5):
-        assert found == [found[0] + 3 * number for number in range(5)]
+        assert found == [found[0]] * 5
+
+
+def test_nobody_waits_for_the_end_of_a_broken_group(worlds: Worlds) -> None:
+    assert worlds.values(faults.buried_in_a_wait)[0] == [False, True]
+
+
+def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.adapters.torch.fabric.time", SimpleNamespace(monotonic=lambda: 7.0))
+    waited_s: list[float] = []
+
+    def buried(timeout_s: float = 0.0) -> bool:
+        waited_s.append(timeout_s)
+        return False
+
+    inner: Any = SimpleNamespace(sever=lambda: None, bury=lambda: None, buried=buried)
+    state = Fabric()
+    state.bury(inner)
+    state.leave()
+    assert waited_s == [0.0, BURIALS_S]
 
 
 def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:

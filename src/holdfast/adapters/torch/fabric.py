@@ -9,7 +9,8 @@ are no peers yet: collectives complete on own data, for rehearsals.
 Invariants:
 1. ``poisoned`` is set by the first error, cleared only by :meth:`Fabric.reconfigure`, and read lock-free.
 2. Two inner groups never share a key space: it is named by the generation, and a generation is built at most once.
-3. An inner group that was poisoned is never destroyed: one of its threads may sit in a wait that ends much later.
+3. Nobody waits for the end of an inner group that was poisoned: it is destroyed in a thread of its own, which joins
+   gloo's threads, and one of those may sit in a wait that ends much later.
 4. Nothing here is specific to a process before the first group is made: a zygote may fork after ``install()``.
 """
 
@@ -34,6 +35,7 @@ SLICE = timedelta(milliseconds=50)
 
 QUIESCE_S = 0.5
 REBUILD_TIMEOUT_S = 60.0
+BURIALS_S = 1.0
 _PENDING_PRUNE = 512
 
 
@@ -57,7 +59,13 @@ class Inner(Protocol):
         """False while a severing step (an NCCL abort) is still running."""
 
     def close(self) -> None:
-        """Orderly end of a healthy group, complete when the caller lets go of it; of a severed one what we hold."""
+        """Orderly end of a healthy group, complete when the caller lets go of it."""
+
+    def bury(self) -> None:
+        """Begin to end a severed group; returns at once."""
+
+    def buried(self, timeout_s: float = 0.0) -> bool:
+        """True when that has ended, after at most ``timeout_s``; never with NCCL, which may still use what it has."""
 
 
 class Handle(Protocol):
@@ -317,8 +325,12 @@ class Fabric:
 
         A thread of gloo drops its collective after the waiter has gone on; when it then frees a tensor's Python object
         and the interpreter is already ending, the whole process is aborted (signal 6, seen once in some hundred runs).
-        A collective under way that nobody waits for may never end: then everything stays as it is.
+        A collective under way that nobody waits for may never end: then everything stays as it is. A thread that is
+        ending a broken group would be cut off in the middle.
         """
+        deadline_s = time.monotonic() + BURIALS_S
+        for inner in self._graveyard:
+            inner.buried(max(0.0, deadline_s - time.monotonic()))
         with self._lock:
             busy = self.poisoned or not all(work.settled() for work in self._pending.values())
         if not busy:
@@ -333,10 +345,10 @@ class Fabric:
         return next((g for g in reversed(self._groups) if not g.order[0]), None)
 
     def bury(self, inner: Inner) -> None:
-        """Keep a broken inner group alive for ever (invariant 3), but none of the descriptors that we hold of it."""
+        """End a broken inner group (invariant 3)."""
         inner.sever()
-        inner.close()
-        self._graveyard.append(inner)
+        inner.bury()
+        self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
         """A predicate that becomes non-empty (the reason) when this process is poisoned from now on."""

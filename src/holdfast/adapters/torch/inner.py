@@ -6,6 +6,7 @@ A bare backend lacks methods of a group, and the miss would look like a fault; s
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,7 +63,9 @@ class BuiltGroup:
         self._store = store  # NCCL connects late, and C++ does not keep the Python half of a store
         self._endpoints = endpoints
         self._abortable = abortable
+        self._lock = threading.Lock()
         self._aborts: list[Abort] | None = None
+        self._burial: threading.Thread | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -72,12 +75,13 @@ class BuiltGroup:
     def sever(self) -> None:
         """Shut gloo's sockets, begin to abort NCCL. Idempotent, from any thread.
 
-        The group is never destroyed from now on: its destructor joins threads that may wait for a long time yet.
+        Whoever lets go of the group from now on does not destroy it: its destructor joins threads that may wait for a
+        long time yet.
         """
-        if self._aborts is None:
-            self._aborts = []
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            self._aborts = [Abort(backend).start() for backend in self._abortable]
+        with self._lock:
+            if self._aborts is None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                self._aborts = [Abort(backend).start() for backend in self._abortable]
         for endpoints in self._endpoints:
             endpoints.shutdown()
 
@@ -86,14 +90,33 @@ class BuiltGroup:
         return all(abort.done for abort in self._aborts or ())
 
     def close(self) -> None:
-        """Orderly end. The threads of gloo are joined when the caller lets go of this object.
-
-        Of a severed group our duplicates go: its sockets are shut, and one that gloo has closed lives on in them.
-        """
+        """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
         if self._aborts is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
             endpoints.close()
+
+    def bury(self) -> None:
+        """Give back what a severed group holds: our duplicates at once, what gloo has beside the caller.
+
+        NCCL's own end could wait for peers: with it the group stays for ever.
+        """
+        self.close()
+        if not self._abortable:
+            self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
+            self._burial.start()
+
+    def buried(self, timeout_s: float = 0.0) -> bool:
+        """Nothing is left of a group that was to be buried."""
+        if self._burial is not None:
+            self._burial.join(timeout_s)
+        return self._burial is not None and not self._burial.is_alive()
+
+    def _destroy(self) -> None:
+        """The destructor runs, without the interpreter's lock, where the last reference ends: here."""
+        group = self._group
+        del self._group
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))  # of :meth:`sever`
 
 
 def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Callable[[], str]) -> BuiltGroup:

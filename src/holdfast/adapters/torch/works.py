@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -24,6 +25,7 @@ from holdfast.adapters.torch.fabric import SLICE, Fabric
 from holdfast.errors import FaultError
 
 Future = torch.futures.Future[Any]
+E = TypeVar("E", bound=BaseException)
 
 _BUGS = (AttributeError, TypeError, NotImplementedError, ValueError, IndexError)
 _ARGUMENT_CHECK = "ProcessGroupGloo::"  # prefix of gloo's complaints about arguments of the call
@@ -234,7 +236,7 @@ class GuardedWork(Work):
         try:
             self._fabric.give_up(self._what)
         except BaseException as refusal:  # kept and raised by wait(): this may run in a thread of gloo
-            error = refusal
+            error = _frameless(refusal)
         with self._lock:
             if self._ended:
                 return
@@ -355,7 +357,7 @@ class Blocking:
         try:
             self._inner.wait()
         except RuntimeError as error:
-            self.error = error
+            self.error = _frameless(error)
         with self._lock:
             self.ended.set()
             callbacks = self._callbacks
@@ -381,7 +383,7 @@ class Blocking:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise _UserTimeout(f"{what}: not complete within the given timeout")
         if self.error is not None:
-            raise self.error
+            raise copy(self.error)  # raised, an error has frames
 
 
 class _Waiters:
@@ -408,6 +410,12 @@ class _Waiters:
 
 
 _WAITERS = _Waiters()
+
+
+def _frameless(error: E) -> E:
+    """An error to keep: the frames that it came through hold the work, and so the broken group and its tensors."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _resolved(outputs: list[Any]) -> Future:
