@@ -29,6 +29,12 @@ WORLD = 4
 STEPS = 30
 
 
+@pytest.fixture(autouse=True)
+def _log_in_the_test_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it lies in the working directory."""
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "ttp.jsonl"))
+
+
 def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[journal.Event]]:
     """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
     log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
