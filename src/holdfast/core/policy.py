@@ -154,7 +154,6 @@ def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) ->
         return None
     return Verdict(
         action="stop_budget",
-        reason=f"{len(recent)} faults within {config.restart_window_s:g} s were answered, "
-        f"{config.max_restarts} are allowed",
+        reason=f"{len(recent)} recoveries within {config.restart_window_s:g} s, {config.max_restarts} are allowed",
         evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),
     )
