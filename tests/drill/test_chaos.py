@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.chaos import STOPPED, Chaos, Tally, chaos, exercise_of
+from holdfast.drill.chaos import Chaos, Tally, chaos, exercise_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -24,7 +24,19 @@ def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) 
     one = Chaos(tmp_path, exercise_of("ddp", 300, 2, ()), random.Random(4), tally)
     try:
         assert one.settle(150)  # some seconds: the agent has learned, and written it down
-        assert one.hit(["agent"]) and one.hit([STOPPED])
+        assert one.hit(["agent"]) and one.hit(["stopped worker"])
     finally:
         one.work(0)
-    assert tally.failures == [] and list(tally.times_s) == ["agent", STOPPED]
+    assert tally.failures == [] and list(tally.times_s) == ["agent", "stopped worker"]
+
+
+def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
+    """Nobody else can: it does not end, and its node would be given up with all that it runs."""
+    tally = Tally()
+    one = Chaos(tmp_path, exercise_of("ddp", 300, 2, ()), random.Random(4), tally)
+    try:
+        assert one.settle(50)
+        assert one.hit(["stopped agent"]) and one.hit(["worker"])
+    finally:
+        one.work(0)
+    assert tally.failures == []

@@ -26,6 +26,7 @@ from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import Exit
 from holdfast.runtime.launch import AgentLink, start_agent
+from holdfast.runtime.pids import stopped
 from holdfast.runtime.rundir import RunDir, last_lines, log_path, try_lock
 
 POLL_S = 0.1
@@ -33,6 +34,7 @@ LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
 SUCCESSORS_MAX = 16  # in a row
 LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
 SUCCESSOR_PAUSE_S = 0.2
+AGENT_STOPPED_S = 5.0
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
 HINT = "next: "
@@ -77,7 +79,7 @@ class Launcher:
         self.watch = Watch(run_dir, request.settings)
         self.tail = LogTail(self.watch.log_dir, request.shown_ranks)
         self.successors = 0
-        self._agent_since_s = time.monotonic()
+        self._agent_since_s = self._agent_ran_s = time.monotonic()
         self._asked: list[signal.Signals] = []
         self._answered = 0
         self._faults_shown = 0
@@ -101,6 +103,9 @@ class Launcher:
                     screen.status("  ".join([view.state, *facts(view)]))
                 if view.state != "ended" and agent.poll() is not None:
                     agent = self._succeed(screen, agent)
+                elif self._stands_still(agent.pid):
+                    screen.say(f"the agent is stopped (state T for {AGENT_STOPPED_S:g} s): it is killed")
+                    agent.kill()
                 turn += 1
                 time.sleep(POLL_S)
             self._wait(agent)
@@ -179,10 +184,17 @@ class Launcher:
         for line in last_lines(log_path(self.watch.log_dir, fault.attempt, fault.rank)):
             screen.rank(fault.rank, line, always_marked=True)
 
+    def _stands_still(self, agent_pid: int) -> bool:
+        """The agent was stopped (SIGSTOP), for long: its node would be given up soon, and nobody else can mend that."""
+        now_s = time.monotonic()
+        if not stopped(agent_pid):
+            self._agent_ran_s = now_s
+        return now_s - self._agent_ran_s >= AGENT_STOPPED_S
+
     def _succeed(self, screen: Screen, agent: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         long = time.monotonic() - self._agent_since_s > LONG_LIFE_S
         self.successors = 1 if long else self.successors + 1
-        self._agent_since_s = time.monotonic()
+        self._agent_since_s = self._agent_ran_s = time.monotonic()
         if self.successors > SUCCESSORS_MAX:
             raise InternalError(
                 f"{self.successors} agents died one after the other, the last with {agent.returncode}",

@@ -2,11 +2,11 @@
 
 ``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--flag=--spares=1]``
 
-Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker that is
-stopped; half of the pairs hit the recovery from the first one. The layouts take turns, a training each. A dead launcher
-ends the run with a sealed checkpoint (nobody watches it any more): the same command is typed again, as a scheduler or a
-person would. A fault counts as recovered when every rank lives and the job has committed a step beyond the one of the
-fault. The exit code is 0 only when every run ended with the bits of the undisturbed one.
+Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker or the
+agent, which are stopped; half of the pairs hit the recovery from the first one. The layouts take turns, a training
+each. A dead launcher ends the run with a sealed checkpoint (nobody watches it any more): the same command is typed
+again, as a scheduler or a person would. A fault counts as recovered when every rank lives and the job has committed a
+step beyond the one of the fault. The exit code is 0 only when every run ended with the bits of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ RECOVERED_S_MAX = 60.0
 NPROC = 4
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
-STOPPED = "stopped worker"
-KINDS = ("worker", "worker", "worker", STOPPED, "agent", "controller", "zygote", "launcher")
+STOPPED = "stopped "
+KINDS = (
+    *("worker", "worker", "worker", "stopped worker"),
+    *("agent", "stopped agent", "controller", "zygote", "launcher"),
+)
 LAYOUTS = ("ddp", "hsdp", "fsdp")
 PAIRED = 0.35
 
@@ -173,9 +176,9 @@ class Chaos:
                 step = max(step, self._run.committed_step())
             pid = self._pid_of(kind)
             if pid and alive(pid):
-                os.kill(pid, signal.SIGSTOP if kind == STOPPED else signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if kind.startswith(STOPPED) else signal.SIGKILL)
                 struck.append(kind)
-                if kind in ("worker", STOPPED):
+                if kind.endswith("worker"):
                     self._struck_s = time.monotonic()
                 self._tally.faults += 1
         if not struck:
@@ -186,9 +189,10 @@ class Chaos:
         return whole
 
     def _pid_of(self, kind: str) -> int:
+        kind = kind.removeprefix(STOPPED)
         if kind == "launcher":
             return self._launcher.pid
-        if kind in ("worker", STOPPED):
+        if kind == "worker":
             workers = self._run.workers()
             return workers[self._draw.choice(sorted(workers))].pid if workers else 0
         endpoint = RunDir(self._run.directory).read_endpoint(kind)

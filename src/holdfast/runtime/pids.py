@@ -14,6 +14,12 @@ def alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
+def stopped(pid: int) -> bool:
+    """A signal has stopped this process; not a debugger."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] == "T"
+
+
 def start_ticks(pid: int) -> int:
     """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
     fields = _stat(pid)
