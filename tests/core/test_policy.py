@@ -73,6 +73,26 @@ def test_losing_steps_names_the_reason() -> None:
     assert "no living holder of layer.1.weight" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("steps", "stops"),
+    [((18, 19), True), ((16, 18), True), ((17, 17), False), ((10, 19), False), ((19,), False)],
+)
+def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
+    steps: tuple[int, ...], stops: bool
+) -> None:
+    """A check between two steps is not run again by a restart: what it finds wrong is found at the next step."""
+    history = tuple(
+        Answered(at_s=1.0 + n, action="restart_last_gasp", step=step, failures=(("d1", step, n),))
+        for n, step in enumerate(steps)
+    )
+    failure = msgspec.structs.replace(FAILURE, attempt=len(steps), step=20)
+    verdict = judge(
+        5.0, situation(failures=(failure,)), history, msgspec.structs.replace(CONFIG, max_restarts=9)
+    )
+    found = verdict.action == "stop_user_bug" and "at steps" in verdict.reason
+    assert found == stops, verdict
+
+
 def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
     history = [Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20, 0),))]
     verdict = judge(1.0, situation(failures=(FAILURE,), base_step=20), history, CONFIG)

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -49,6 +50,9 @@ DETERMINISTIC_KINDS = frozenset(
 )
 """Exceptions that happen again at the next start: before any session they end the run at once."""
 
+
+SAME_IN_A_ROW = 3
+STEPS_APART = 2
 
 HANG = "Hang"
 """``Failure.kind`` of a process that was killed because its own code did not go on."""
@@ -145,7 +149,30 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
                 reason=f"the same {what} at step {failure.step} twice: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
+        if steps := _again_and_again(failure, history):
+            return Verdict(
+                action="stop_user_bug",
+                reason=f"the same {what} at steps {', '.join(map(str, steps))}: {error}",
+                evidence=(where, f"digest {failure.digest}"),
+            )
     return None
+
+
+def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
+    """Steps of an exception that came in every one of the last recoveries, a step or two apart.
+
+    Code between two steps is not run again by a restart: what it finds wrong (a loss that is not finite) comes back at
+    the next step.
+    """
+    before = [
+        [step for digest, step, _ in answered.failures if digest == failure.digest]
+        for answered in history[1 - SAME_IN_A_ROW :]
+    ]
+    if len(before) < SAME_IN_A_ROW - 1 or not all(before):
+        return []
+    steps = [*(max(found) for found in before), failure.step]
+    near = all(0 <= later - earlier <= STEPS_APART for earlier, later in pairwise(steps))
+    return steps if near else []
 
 
 def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) -> Verdict | None:
