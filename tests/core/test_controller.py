@@ -169,6 +169,21 @@ class Job:
                 )
             )
 
+    def save_fails(self, order: Settle) -> None:
+        """Rank 0 could not write its share."""
+        assert order.save is not None
+        self.post(
+            SaveReported(
+                member_id=self.members[0],
+                generation=order.generation,
+                save_id=order.save.save_id,
+                sealed=False,
+                size_bytes=0,
+                duration_s=0.0,
+                error="no space left on device",
+            )
+        )
+
     def outcome(self) -> Finish:
         finish = self.log[-1]
         assert isinstance(finish, Finish), self.log[-3:]
@@ -295,17 +310,7 @@ def test_a_failed_save_is_tried_without_the_rank_that_failed() -> None:
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     order = job.sent(Settle)[0]
-    assert order.save is not None
-    report = SaveReported(
-        member_id=job.members[0],
-        generation=order.generation,
-        save_id=order.save.save_id,
-        sealed=False,
-        size_bytes=0,
-        duration_s=0.0,
-        error="no space left on device",
-    )
-    job.post(report)
+    job.save_fails(order)
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     again = job.sent(Settle)

@@ -13,7 +13,6 @@ from holdfast.core.messages import (
     RankState,
     Release,
     Resume,
-    SaveReported,
     Settle,
     Settled,
     StartMembers,
@@ -114,18 +113,7 @@ def test_an_end_whose_save_fails_stays_an_end() -> None:
     fall(job, user_error=True)
     assert job.record("verdict")["action"] == "stop_bad_input"
     (order, _) = job.sent(Settle)
-    assert order.save is not None
-    job.post(
-        SaveReported(
-            member_id=job.members[0],
-            generation=order.generation,
-            save_id=order.save.save_id,
-            sealed=False,
-            size_bytes=0,
-            duration_s=0.1,
-            error="no space left on device",
-        )
-    )
+    job.save_fails(order)
     says(job, 0, "aborted", away=True)
     says(job, 1, "aborted", away=True)
     assert job.record("verdict")["action"] == "stop_bad_input"

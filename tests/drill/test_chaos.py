@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.chaos import Chaos, Tally, chaos, exercise_of
+from holdfast.drill.chaos import SAVE_EVERY, Chaos, Tally, chaos
+from holdfast.drill.proof import small
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -21,7 +22,7 @@ def test_a_slice_of_chaos(tmp_path: Path) -> None:
 def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) -> None:
     """The new agent has not seen a step; what the one before had learned tells it how long one takes."""
     tally = Tally()
-    one = Chaos(tmp_path, exercise_of("ddp", 300, 2, ()), random.Random(4), tally)
+    one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:
         assert one.settle(150)  # some seconds: the agent has learned, and written it down
         assert one.hit(["agent"]) and one.hit(["stopped worker"])
@@ -33,7 +34,7 @@ def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) 
 def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
     """Nobody else can: it does not end, and its node would be given up with all that it runs."""
     tally = Tally()
-    one = Chaos(tmp_path, exercise_of("ddp", 300, 2, ()), random.Random(4), tally)
+    one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:
         assert one.settle(50)
         assert one.hit(["stopped agent"]) and one.hit(["worker"])

@@ -67,9 +67,8 @@ def drill(
     """
     require_torch()
     specs = [parse_fault(text) for text in faults]
-    for (
-        spec
-    ) in specs:  # now, and not after a whole run; how many steps another script has, that run will show
+    # Now, and not after a whole run; how many steps another script has, that run will show.
+    for spec in specs:
         check(spec, world_size=nproc, steps=steps if script is None else None)
     if script is None:
         exercise = Exercise.builtin(nproc=nproc, size=size, layout=layout, steps=steps, save_every=save_every)

@@ -288,13 +288,9 @@ def _end(exited: dict[str, Any]) -> str:
     if exited.get("signal"):
         return f"ended with signal {exited['signal']}"
     code = exited.get("code")
-    return (
-        "left for a restart"
-        if code == Exit.RESTART
-        else "is gone"
-        if code is None
-        else f"ended with code {code}"
-    )
+    if code is None:
+        return "is gone"
+    return "left for a restart" if code == Exit.RESTART else f"ended with code {code}"
 
 
 def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:

@@ -224,9 +224,10 @@ class Controller:
         if member.failed is not None:
             return
         member.failed = event
-        if self.ending.stopping is not None or job.released or not event.stays:
+        over = self.ending.stopping is not None or job.released
+        if over or not event.stays:
             job.let_go(member)
-        if self.ending.stopping is not None or job.released:
+        if over:
             return
         failure = Failure(
             rank=member.rank,

@@ -111,9 +111,8 @@ class Progress:
         self._watches: dict[MemberId, _Watch] = {}
         self._done = found.done
         self._steps = deque(found.steps, maxlen=SAMPLES_MAX)
-        self._apart = deque(
-            found.apart, maxlen=SAMPLES_MAX
-        )  # between collectives, before or without a session
+        # Between collectives, before or without a session.
+        self._apart = deque(found.apart, maxlen=SAMPLES_MAX)
         self._peaks = dict(found.peaks)
         self._looked_at = 0.0
 

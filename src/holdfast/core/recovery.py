@@ -343,8 +343,7 @@ class Recovery:
     def _let_go(self) -> bool:
         """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
         failed = [m for m in self.job.roster.living if m.stays]
-        decided = decide(self.survey.reports(self._reports), self.job.sealed_step)
-        if not failed or self.survey.needs(decided, {m.rank for m in failed}):
+        if not failed or self.survey.needs({m.rank for m in failed}, self._reports):
             return False
         for member in failed:
             self._reports.pop(member.rank)
@@ -386,8 +385,9 @@ class Recovery:
         if decided.step is not None:
             job.step = decided.step
         situation = self.survey.situation(decided, self._reports, self.faults)
-        verdict = self._ends or judge(now, situation, job.answered, job.config)
-        if self._ends:
+        if self._ends is None:
+            verdict = judge(now, situation, job.answered, job.config)
+        else:
             verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
         failure = situation.failures[0] if situation.failures else None
         self._pass("planned", now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.core.decision import Decided, Report
+from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.fault import Fault, FaultKind
 from holdfast.core.gasp import Gasp
 from holdfast.core.job import Job
@@ -121,8 +121,9 @@ class Survey:
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
-    def needs(self, decided: Decided, ranks: set[int]) -> bool:
-        """The decided state is not whole without what these ranks hold."""
+    def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
+        """The state that these answers prove is not whole without what ``ranks`` hold."""
+        decided = decide(self.reports(answers), self.job.sealed_step)
         others = tuple(rank for rank in decided.sources if rank not in ranks)
         return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from holdfast import journal
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
-from holdfast.drill.proof import NPROC_STEP, Exercise, require_torch
+from holdfast.drill.proof import Exercise, require_torch, small
 from holdfast.drill.runner import end, launch
 from holdfast.drill.watch import Run
 from holdfast.exits import Exit
@@ -210,15 +210,6 @@ def journal_has(directory: Path, kind: str) -> bool:
     return any(event.kind == kind for event in journal.read(directory / "events.jsonl").events)
 
 
-def exercise_of(layout: str, steps: int, nproc: int, flags: Sequence[str]) -> Exercise:
-    """What is trained. A lost shard of a layout without copies is kept in memory at every step."""
-    memory = ("--memory-every", "1") if layout == "fsdp" else ()
-    nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
-    return Exercise.builtin(
-        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY, flags=(*memory, *flags)
-    )
-
-
 def chaos(
     base: Path,
     faults: int,
@@ -236,7 +227,7 @@ def chaos(
     def training(name: str, layout: str, number: int) -> Chaos:
         place = base / name
         place.mkdir()
-        exercise = exercise_of(layout, steps, nproc, flags)
+        exercise = small(layout, steps, SAVE_EVERY, nproc, flags)
         return Chaos(place, exercise, random.Random(seed * 1000 + number), tally)
 
     def bits(one: Chaos) -> str:

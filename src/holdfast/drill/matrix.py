@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holdfast.drill.grammar import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
 from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
-from holdfast.drill.proof import NPROC_STEP, Drill, Exercise, Verdict, require_torch
+from holdfast.drill.proof import Drill, Verdict, require_torch, small
 
 NPROC = 4
 PAIRED = ("ddp", "hsdp")
@@ -55,11 +55,7 @@ def steps_for(faults: int) -> int:
 
 def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:
     """A drill on the tiny model, quiet."""
-    nproc = max(NPROC, 2 * NPROC_STEP.get(layout, 1))
-    flags = ("--memory-every", "1") if layout == "fsdp" else ()
-    exercise = Exercise.builtin(
-        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=SAVE_EVERY, flags=flags
-    )
+    exercise = small(layout, steps, SAVE_EVERY, NPROC)
     return Drill(base / layout, exercise, seed, lambda _name, _step, _done: None)
 
 

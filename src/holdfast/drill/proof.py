@@ -50,6 +50,18 @@ class Exercise:
         return Exercise((*flags, "-m", MODULE, *arguments), nproc, results=True)
 
 
+def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
+    """The tiny model on ``nproc`` workers, or as many as the layout needs to have copies.
+
+    A lost shard of a layout without copies is kept in memory at every step.
+    """
+    memory = ("--memory-every", "1") if layout == "fsdp" else ()
+    nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
+    return Exercise.builtin(
+        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=save_every, flags=(*memory, *flags)
+    )
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected;
     ``last_words``: of a run that did not end well."""

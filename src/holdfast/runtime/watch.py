@@ -127,9 +127,8 @@ class Watcher:
                 self._post(Paced(node_id=self._node_id, generation=self._generation, ranks=paces))
         if self._learned is not None and now - self._kept_s >= KEEP_S:
             self._kept_s = now
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # the run ends: its pages are gone, nobody takes over
+            # Not there: the run ends, its pages are gone, and nobody takes over.
+            with contextlib.suppress(FileNotFoundError):
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def gather(self, order: Gather) -> None:

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -74,6 +75,7 @@ class Rank:
         client: the line to the agent.
 
     Attributes:
+        goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
         layouts: of all ranks, as they sent them.
     """
@@ -88,12 +90,12 @@ class Rank:
         self.released = False
         self.away = False
         self.rewind = -1
+        self.goes_back = False
         self.catalogue_version = 0
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
         self._calls = Calls()
         self._told: tuple[Generation, RankState, int, bool] | None = None
-        self._goes_back = False  # the main thread overwrites this state with an earlier one
         self._resume: Resume | None = None
         self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
@@ -122,11 +124,6 @@ class Rank:
     def fenced(self) -> bool:
         """A newer generation exists and this rank has not joined it."""
         return self.machine.fenced is not None
-
-    @property
-    def goes_back(self) -> bool:
-        """Its state is half of one step and half of an earlier one: nobody may read it."""
-        return self._goes_back
 
     @property
     def member_id(self) -> MemberId:
@@ -207,7 +204,7 @@ class Rank:
     def _answer(self) -> None:
         """Answer the fence when the machine has settled, and again when a decision moved it, or user code fell."""
         fenced = self.machine.fenced
-        if self.client is None or fenced is None or not self.machine.settled or self._goes_back:
+        if self.client is None or fenced is None or not self.machine.settled or self.goes_back:
             return
         now = (fenced, self.machine.state, self.machine.step, self.away)
         if now == self._told:
@@ -445,13 +442,13 @@ class Rank:
     def _go_back(self, step: int) -> None:
         """Take the kept state of ``step``, which was found sound a moment ago. A fence meanwhile is answered after."""
         with self.changed:
-            self._goes_back = True
+            self.goes_back = True
         try:
             self._calls.rewind(step)
         except CheckpointInvalid:
             leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
         with self.changed:
-            self._goes_back = False
+            self.goes_back = False
             self.machine.rewind(step)
         self.enter(Phase.READY)
 
@@ -508,10 +505,7 @@ class Rank:
         if self.state == "aborted":
             self.enter(Phase.ABORTED)
         self.freed()
-        deadline_s = time.monotonic() + limit_s
-        with self.changed:
-            while not self.released and not self.orphaned and time.monotonic() < deadline_s:
-                self.changed.wait(POLL_S)
+        self._await_release(limit_s)
 
     def await_fence(self) -> None:
         """A vote between two steps broke: the controller has been told, and fences all."""
@@ -547,9 +541,7 @@ class Rank:
                 sealed=sealed,
             )
         )
-        with self.changed:
-            while not self.released and not self.orphaned:
-                self.changed.wait(POLL_S)
+        self._await_release()
         return True
 
     def publish(self, version: int, layout: Layout) -> None:
@@ -575,6 +567,12 @@ class Rank:
                     return None
                 self.changed.wait(min(left_s, POLL_S))
             return self.layouts
+
+    def _await_release(self, limit_s: float = math.inf) -> None:
+        deadline_s = time.monotonic() + limit_s
+        with self.changed:
+            while not self.released and not self.orphaned and time.monotonic() < deadline_s:
+                self.changed.wait(POLL_S)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -116,7 +116,6 @@ class Session:
         self._spare: StandIn | None = None
         self._rehearsing = False
         self._attached = False
-        self._opened = False
         self._watch: ExitWatch | None = None  # made when the session opens
 
     # ------------------------------------------------------------------ open
@@ -304,7 +303,6 @@ class Session:
         saver.start()
         self._pace.start(self._step)
         rank.enter(Phase.READY)
-        self._opened = True
 
     def _rewind(self, step: int) -> None:
         """All ranks go back to the state of ``step`` that each has in memory. Raises: CheckpointInvalid."""
@@ -543,7 +541,7 @@ class Session:
             what = error.message if isinstance(error, HoldfastError) else str(error)
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
             rank.await_end()
-        elif self._client is not None and self._opened and not rank.joining:
+        elif self._client is not None and not rank.joining:
             self._stay(self._client, error)
         elif state != "torn":
             self._saver.rescue(state == "aborted")
