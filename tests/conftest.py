@@ -1,6 +1,10 @@
-"""Order of the whole suite."""
+"""Order of the whole suite, and the smallest of all disks."""
 
 from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,3 +13,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with jobs of many processes first: the last minutes are not spent on one of them by one worker alone."""
     slow = {item.path for item in items if item.get_closest_marker("processes") is not None}
     items.sort(key=lambda item: (item.path not in slow, "drill" not in str(item.path.parent.name)))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not allowed here; tests of the file size limit cover the same path")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--layout", default="ddp")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--keep", type=int, default=3)
     given = parser.parse_args()
     dist.init_process_group("gloo")
     rank, place = dist.get_rank(), Path("ckpt")
@@ -57,7 +58,7 @@ def main() -> None:
     mark = Path(f"struck-{rank}")
     first = not mark.exists()
     with holdfast.session(
-        model=model, optimizer=optimizer, checkpoint=place, save=given.save_every, memory=0
+        model=model, optimizer=optimizer, checkpoint=place, save=given.save_every, keep=given.keep, memory=0
     ) as s:
         for step in s.steps(until=STEPS):
             with step:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.exits import Exit
+from holdfast.store.root import Root
 from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -45,10 +46,11 @@ def test_no_step_is_lost_and_the_bits_stay(tmp_path: Path, what: str, layout: st
 
 
 def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    done, _ = run(tmp_path / "job", "always")
+    done, _ = run(tmp_path / "job", "always", "ddp", "--keep", "1")
     assert done.returncode == Exit.FAILED, done.stdout
     assert "the same exception at step 5 twice: ValueError: nan" in done.stdout
-    assert list((tmp_path / "job" / "ckpt").glob("step-00000005.*")), "what was done before is saved"
+    left = [found.step for found in Root(tmp_path / "job" / "ckpt").list()]
+    assert left == [5], "what was done before is saved, and counts as the one that is kept"
 
 
 @pytest.mark.parametrize("save_every", ["1000", str(STEPS)])

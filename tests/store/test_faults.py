@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,20 +72,6 @@ def test_killed_at_every_sync_rename_and_write_leaves_old_or_new(tmp_path: Path)
             assert save(root, world, save_id(2))[-1].sealed, "a later attempt of the same save completes it"
             assert Root(root).newest_valid(deep=True).require().step == 2
     assert outcomes == {1, 2}
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here; the file size limit below covers the same path")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_full_disk_is_a_typed_error_and_nothing_valid_appears(tiny_disk: Path) -> None:

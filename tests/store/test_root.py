@@ -16,10 +16,10 @@ from tests.store.worlds import pipeline, replicated, save, save_id
 WORLD = pipeline(edge=8)
 
 
-def wreck(root: Path, step: int, age_s: float = 0.0) -> Path:
+def wreck(root: Path, step: int, age_s: float = 0.0, *, run: str = "run", n: int = 1) -> Path:
     """An attempt whose last rank never finished."""
-    save(root, WORLD, save_id(step))
-    path = root / save_id(step).directory()
+    save(root, WORLD, save_id(step, run=run, n=n))
+    path = root / save_id(step, run=run, n=n).directory()
     (path / "SEALED").unlink()
     (path / "rank-r00003.json").unlink()
     os.utime(path, (time.time() - age_s, time.time() - age_s))
@@ -82,6 +82,26 @@ def test_prune_keeps_the_newest_valid_ones_and_young_wrecks(tmp_path: Path) -> N
     assert [v.step for v in root.list()] == [30]
     with pytest.raises(UsageError, match="keep=0"):
         root.prune(0)
+
+
+def test_a_wreck_that_its_run_is_past_is_pruned_at_once(tmp_path: Path) -> None:
+    past = wreck(tmp_path, 5)
+    young = [wreck(tmp_path, 40), wreck(tmp_path, 6, run="other"), wreck(tmp_path, 7, n=2)]
+    save(tmp_path, WORLD, save_id(10))
+    assert Root(tmp_path).prune(1).removed == (past.name,)
+    assert {v.name for v in Root(tmp_path).list() if not v.valid} == {path.name for path in young}
+
+
+def test_a_failed_attempt_is_discarded_unless_it_is_in_use_or_valid(tmp_path: Path) -> None:
+    path = wreck(tmp_path, 5)
+    save(tmp_path, WORLD, save_id(10))
+    root = Root(tmp_path)
+    with Directory.open(path) as writer:
+        assert writer.lock(shared=True)
+        assert not root.discard(save_id(5)) and path.is_dir()
+    assert root.discard(save_id(5)) and not path.exists()
+    assert root.discard(save_id(5)), "twice is harmless"
+    assert root.discard(save_id(10)) and root.newest_valid().require().step == 10
 
 
 def test_prune_never_removes_the_last_valid_one_nor_anything_without_one(tmp_path: Path) -> None:

@@ -93,6 +93,9 @@ class Saver:
         self.root = root
         self._saved: tuple[Generation, int] | None = None
         self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
+        self._wrecks: list[
+            SaveId
+        ] = []  # saves whose share could not be written; others may still be at theirs
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -327,16 +330,25 @@ class Saver:
     def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
-        if not isinstance(result, Written):
+        if isinstance(result, Written):
+            self._pace.measured(durable_s=result.duration_s)
+        else:
             self._unwritten = save_id.generation, save_id.step
-            return
-        self._pace.measured(durable_s=result.duration_s)
-        if result.sealed and self.root is not None:
-            log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
-            try:
-                Root(self.root).prune(self._keep)
-            except HoldfastError as error:
-                log.warning("holdfast: old checkpoints stay: %s", error.message)
+            self._wrecks.append(save_id)
+        if self.root is not None:
+            self._tidy(Root(self.root), save_id, result)
+
+    def _tidy(self, root: Root, save_id: SaveId, result: Written | HoldfastError) -> None:
+        """Remove what is of no use any more. What a full disk holds of a failed save would let the next fail, too."""
+        try:
+            self._wrecks = [wreck for wreck in self._wrecks if not root.discard(wreck)]
+            if isinstance(result, Written) and result.sealed:
+                log.info(
+                    "holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s
+                )
+                root.prune(self._keep)
+        except HoldfastError as error:
+            log.warning("holdfast: old checkpoints stay: %s", error.message)
 
     def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         written = result if isinstance(result, Written) else None
@@ -404,7 +416,7 @@ class Saver:
             log.exception("holdfast: last-gasp")
             self._report(order.save_id, failed)
         else:
-            self._report(order.save_id, written)
+            self._done(order.save_id, written)
 
     def _await_boundary(self, settle: Settle) -> bool:
         """Wait until this rank stands at the decided step; True when that is the start of an aborted block."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import manifest as form
 from holdfast.store.opening import open_attempt, open_store
@@ -103,9 +104,10 @@ class Root:
         return Choice(str(self.path), None, tuple(rejected))
 
     def prune(self, keep: int | Policy, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
-        """Remove what is not kept: valid checkpoints by the policy (or all but the newest ``keep``), and old wrecks.
+        """Remove what is not kept: valid checkpoints by the policy (or all but the newest ``keep``), and wrecks.
 
-        An invalid attempt is removed only when it is older than ``grace_s`` and a valid checkpoint exists.
+        An invalid attempt is removed only when a valid checkpoint exists, and it is older than ``grace_s`` or its run
+        is past it (has sealed a later step since).
 
         Raises:
             UsageError: ``keep`` < 1.
@@ -120,13 +122,14 @@ class Root:
         kept = {v.path for v in valid[:keep]} if isinstance(keep, int) else keep(valid)
         kept.add(valid[0].path)
         kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
+        past = self._past(attempts, valid)
         removed: list[str] = []
         spared: dict[str, str] = {}
         for found in attempts:
             name = found.name
             if found.path in kept:
                 continue
-            if not found.valid and self._store.age_s(name) < grace_s:
+            if not found.valid and name not in past and self._store.age_s(name) < grace_s:
                 spared[name] = f"unfinished and younger than {grace_s:g} s"
             elif dry_run or self._store.remove(name):
                 removed.append(name)
@@ -135,6 +138,36 @@ class Root:
         if not dry_run:
             self._store.sweep()
         return Pruned(tuple(removed), spared)
+
+    def discard(self, save_id: SaveId) -> bool:
+        """Remove an attempt that one rank could not write its share of; False while another is still at it.
+
+        One that is valid all the same (of another job with this run id) stays.
+
+        Raises:
+            CheckpointInvalid: the root cannot be read.
+            StoreWriteError: the directory cannot be removed.
+        """
+        name = save_id.directory()
+        if name not in self._store.names() or inspect(self.path / name).valid:
+            return True
+        return self._store.remove(name)
+
+    @staticmethod
+    def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
+        """Attempts whose run has sealed a later step since: all its ranks had ended what they wrote of these."""
+        sealed = [found.save_id for found in valid if found.save_id is not None]
+        return {
+            found.name
+            for found in attempts
+            if (key := form.attempt_key(found.name))
+            and any(
+                key[4] == save_id.run
+                and key[0] < save_id.step
+                and Generation(key[1], key[2]) <= save_id.generation
+                for save_id in sealed
+            )
+        }
 
     @staticmethod
     def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
