@@ -575,3 +575,22 @@ def test_failed_saves_leave_nothing_on_a_full_disk(tiny_disk: Path, caplog: pyte
             with step as batch:
                 job.update(batch)
     assert freed > full
+
+
+def test_a_session_that_was_not_entered_says_so() -> None:
+    made = Job().session()
+    for use in (lambda: made.step, lambda: made.steps(until=3), made.save, made.redo):
+        with pytest.raises(UsageError, match="not entered") as caught:
+            use()
+        assert "with holdfast.session" in str(caught.value)
+
+
+def test_an_exception_of_the_users_that_is_called_like_ours_goes_up() -> None:
+    class StepAborted(Exception):
+        pass
+
+    job = Job()
+    with pytest.raises(StepAborted), job.session() as s:
+        for step in s.steps(job.loader):
+            with step:
+                raise StepAborted

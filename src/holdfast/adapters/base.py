@@ -15,6 +15,13 @@ from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
 
 
+class Aborted(BaseException):
+    """Leaves the block of a step that will run again. ``with step`` swallows it.
+
+    Not an ``Exception``: user code that catches broadly must not take it for its own.
+    """
+
+
 class Collected(Protocol):
     """The training state at one moment; a ``TensorSource`` of the store."""
 

@@ -80,7 +80,7 @@ def open_session(
     if state is not None and not isinstance(state, dict):
         raise UsageError(f"session(state=...) is a {type(state).__name__}, not a dict of named objects")
     extras: dict[str, Any] = {} if state is None else state
-    framework_of(model)
+    _require_torch(model)
 
     def adapter() -> Adapter:
         from holdfast.adapters.torch.adapter import TorchAdapter
@@ -126,7 +126,7 @@ def load(
     if isinstance(optional, str):
         raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
     configure_logging()
-    framework_of(model)
+    _require_torch(model)
     found = resolve(path)
     judged = inspect(found, deep=True)
     if not judged.valid:
@@ -157,13 +157,11 @@ def configure_logging() -> None:
     log.propagate = False
 
 
-def framework_of(model: Any) -> str:
-    """The framework that the model's class comes from. Raises: UsageError when it is none that is supported."""
-    items = list(model.values()) if isinstance(model, Mapping) else [model]
-    for item in items:
-        if any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
-            return "torch"
-    raise UsageError(
-        f"model is a {type(model).__module__}.{type(model).__qualname__}: no framework that Holdfast knows",
-        hint="holdfast.session(model=a torch.nn.Module, ...)",
-    )
+def _require_torch(model: Any) -> None:
+    """Refuse what is no module of torch, before torch is imported. Raises: UsageError."""
+    for item in model.values() if isinstance(model, Mapping) else [model]:
+        if not any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
+            raise UsageError(
+                f"model is a {type(item).__module__}.{type(item).__qualname__}: no framework that Holdfast knows",
+                hint="holdfast.session(model=a torch.nn.Module, ...)",
+            )

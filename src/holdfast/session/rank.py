@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
@@ -491,14 +491,15 @@ class Rank:
         self.await_resume()
         return False
 
-    def await_end(self, phase: Phase | None = None) -> None:
+    def await_end(self, phase: Phase | None = None) -> NoReturn:
         """This process cannot go on: a source of what it holds, until it is told to leave or killed. Never returns."""
         if phase is not None:
             self.enter(phase)
         self.freed()
         with self.changed:
             self._answer()
-            self._wait(lambda: False)
+            while True:
+                self._wait(lambda: False)
 
     def await_word(self, limit_s: float) -> None:
         """User code raised, and the job was told: a source of what this process holds, until nobody needs it."""

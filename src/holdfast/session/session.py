@@ -116,6 +116,7 @@ class Session:
         self._spare: StandIn | None = None
         self._rehearsing = False
         self._attached = False
+        self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
 
     # ------------------------------------------------------------------ open
@@ -152,6 +153,7 @@ class Session:
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
+        self._entered = True
         self._rank.connect(
             Calls(self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead)
         )
@@ -338,8 +340,15 @@ class Session:
 
     def _asked(self) -> None:
         """A question whose answer only the job knows: a spare waits until it belongs to it."""
+        self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
+
+    def _require_entered(self) -> None:
+        if not self._entered:
+            raise UsageError(
+                "the session was made, but not entered", hint="with holdfast.session(...) as s: ..."
+            )
 
     def redo(self) -> None:
         """Abort the open step and begin it again, inside an update that is computed by a framework's graph.
@@ -347,6 +356,7 @@ class Session:
         Raises:
             StepError: no step is open.
         """
+        self._require_entered()
         self._blocks.redo()
 
     def save(self) -> None:
@@ -400,6 +410,7 @@ class Session:
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """
+        self._require_entered()
         if loader is None and until is None:
             raise UsageError("steps() needs a loader, or until=N", hint="s.steps(loader, until=10_000)")
         if loader is None and self._parts > 1:

@@ -14,20 +14,15 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.adapters.base import Adapter, Hooks, TakesParts
+from holdfast.adapters.base import Aborted, Adapter, Hooks, TakesParts
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.rank import Rank
 
-_ABORTS = ("StepAborted", "GroupAborted")
 
-
-class StepAborted(BaseException):
-    """Leaves the block of a step that will run again. ``with step`` swallows it.
-
-    Not an ``Exception``: user code that catches broadly must not take it for its own.
-    """
+class StepAborted(Aborted):
+    """A vote was refused, or the step was only a rehearsal."""
 
 
 class Owner(Protocol):
@@ -286,7 +281,7 @@ class Blocks:
         return False
 
     def _is_fault(self, error: BaseException) -> bool:
-        if type(error).__name__ in _ABORTS:
+        if isinstance(error, Aborted):
             return True
         if self._rank.client is None:  # nobody could order a retry
             return False

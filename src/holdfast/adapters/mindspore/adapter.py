@@ -17,7 +17,7 @@ import numpy as np
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
-from holdfast.adapters.base import Feed, Hooks
+from holdfast.adapters.base import Aborted, Feed, Hooks
 from holdfast.adapters.meshed import Meshed
 from holdfast.adapters.mindspore.gate import Gate, Relay
 from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice
@@ -121,11 +121,7 @@ class MindSporeAdapter(Meshed):
             try:
                 total = vector if self._alone else self._summed(vector)
                 self._hooks.update(OPTIMIZER)
-            except PeerLost:
-                self._redo()
-            except BaseException as error:
-                if type(error).__name__ != "StepAborted":
-                    raise
+            except (PeerLost, Aborted):
                 self._redo()
             else:
                 break

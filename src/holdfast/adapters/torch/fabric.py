@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from holdfast.adapters.base import Aborted
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.runtime.board import Board
@@ -39,11 +40,8 @@ BURIALS_S = 1.0
 _PENDING_PRUNE = 512
 
 
-class GroupAborted(BaseException):
-    """A call that must return data of a lost peer was made inside a step: the step ends here and is run again.
-
-    Not an ``Exception``: user code that catches broadly must not take it for its own. ``with step`` swallows it.
-    """
+class GroupAborted(Aborted):
+    """A call that must return data of a lost peer was made inside a step: the step ends here and is run again."""
 
 
 class Inner(Protocol):
