@@ -14,7 +14,7 @@ from rich.text import Text
 from holdfast.cli.console import Screen, table_console
 from holdfast.core.fault import SEEN
 from holdfast.drill.excerpt import text
-from holdfast.drill.grammar import Fault, check, parse_fault
+from holdfast.drill.grammar import DEATHS, HANGS, PHASES, Fault, check, parse_fault
 from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torch
 from holdfast.drill.timeline import FaultReport
 from holdfast.exits import Exit
@@ -35,8 +35,9 @@ DEFAULT_STEPS = 40
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @click.option("--fault", "faults", multiple=True, metavar="FAULT",
-              help="kill|exception|exit:rank=R|random@step=N|every=N[,phase=P], or flip:rank=R@step=N[,of=optimizer]; "
-              "repeatable. Phases: forward, backward, vote, update, commit, save, random. Default: kill.")  # fmt: skip
+              help=f"KIND:rank=R|random@step=N|every=N[,phase=P], repeatable. KIND: {', '.join(DEATHS)}; hangs: "
+              f"{', '.join(HANGS)}; flip (a bit of a weight, or ,of=optimizer). "
+              f"Phases: {', '.join(PHASES)}, random. Default: a kill at a random step.")  # fmt: skip
 @click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="Workers.")
 @click.option("--size", type=click.Choice(["tiny", "small", "10m"]), default="10m", show_default=True,
               help="Model of the built-in training.")  # fmt: skip

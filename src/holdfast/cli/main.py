@@ -16,14 +16,14 @@ from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("holdfast.cli.run:run", "Start a training script on this machine; survives the death of any process."),
+    "run": ("holdfast.cli.run:run", "Start a training script on one host or more; survives the death of any process."),
     "drill": ("holdfast.cli.drill:drill", "Train, inject faults, and compare with the undisturbed run bit for bit."),
     "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
     "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
     "report": ("holdfast.cli.report:report", "What happened: each fault with its evidence, cost and next step."),
     "stacks": ("holdfast.cli.stacks:stacks", "Where every rank of a run is now."),
     "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
-    "ckpt": ("holdfast.cli.ckpt:ckpt", "List and verify checkpoints."),
+    "ckpt": ("holdfast.cli.ckpt:ckpt", "List, verify, repair, merge, convert and prune checkpoints."),
     "ranktable": ("holdfast.cli.ranktable:ranktable", "Check a rank table, or write one."),
     "compat": ("holdfast.cli.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
     "doctor": ("holdfast.cli.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),

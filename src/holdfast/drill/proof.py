@@ -95,7 +95,9 @@ def require_torch() -> None:
     UnsupportedError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError("the drill trains a real model and needs torch: pip install 'holdfast[torch]'")
+        raise UnsupportedError(
+            "torch is not installed; the drill trains a real model", hint="pip install 'holdfast[torch]'"
+        )
 
 
 class Drill:

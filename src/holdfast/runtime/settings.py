@@ -133,7 +133,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError as error:
             raise UsageError(
                 f"{run_dir} is no run directory: it has no {SETTINGS_FILE}",
-                hint="holdfast status  (lists the runs)",
+                hint="give the directory that holdfast run printed when it started, by default runs/ID",
             ) from error
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path} is damaged: {error}", hint="start the run again") from error

@@ -55,7 +55,7 @@ def open_session(
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
-    Raises (when the session is entered):
+    Raises (an argument that cannot work: in this call; the rest when the session is entered):
         UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper or process group that is refused by name.
         NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
