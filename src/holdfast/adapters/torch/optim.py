@@ -29,6 +29,12 @@ COMMUNICATING = {
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
+_BUILD_THE_SAME = (
+    "build the optimizer as it was when the checkpoint was written; or begin anew on purpose: resume='never', or "
+    "another checkpoint directory (holdfast.load(path, model) takes the weights alone)"
+)
+
+
 def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
     """One object, a list or a dict of them, as name -> object; a single one is called ``default``.
 
@@ -197,6 +203,7 @@ class OptimizerState:
                     hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
                 )
             self.fqns[names[id(p)]] = p
+        self._model = frozenset(names.values())
 
     def size(self) -> int:
         """Number of state entries: grows when the optimizer makes state, which is at its first update."""
@@ -237,8 +244,7 @@ class OptimizerState:
             raise CheckpointMismatch(
                 f"optimizer {self.name!r} is another one: {then or 'one'} with the settings {_listed(lacks)} wrote the "
                 f"checkpoint and kept {_listed(kept)} for each parameter; this run has {here} with {_listed(has)}",
-                hint="give the optimizer that wrote it; or begin anew on purpose: resume='never', or another "
-                "checkpoint directory (holdfast.load(path, model) takes the weights alone)",
+                hint=_BUILD_THE_SAME,
             )
         if then:
             log.warning(
@@ -247,6 +253,33 @@ class OptimizerState:
                 self.name,
                 here,
                 then,
+            )
+
+    def _refuse_others_parameters(self, saved: Plain) -> None:
+        """Raise CheckpointMismatch when the optimizer that wrote ``saved`` updated other parameters of this model.
+
+        State of one that is left out would be dropped, and one that came new would begin without, both without a word.
+        """
+        if "members" not in saved:  # of before they were noted
+            return
+        then = {fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._model}
+        now = {fqn: at for at, group in enumerate(self._members()) for fqn in group}
+        differences = [
+            f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
+            for what, names in (
+                ("it no longer updates", sorted(then.keys() - now.keys())),
+                ("it now updates, too,", sorted(now.keys() - then.keys())),
+                (
+                    "in another group is",
+                    sorted(fqn for fqn in then.keys() & now.keys() if then[fqn] != now[fqn]),
+                ),
+            )
+            if names
+        ]
+        if differences:
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} is not the one that wrote the checkpoint: {'; '.join(differences)}",
+                hint=_BUILD_THE_SAME,
             )
 
     def prepare(
@@ -259,17 +292,16 @@ class OptimizerState:
         Returns: call it when the targets are filled; only then does the optimizer take them.
 
         Raises:
-            CheckpointMismatch: another optimizer, another number of parameter groups, or state of a tensor that the
-                catalogue lacks.
+            CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
         """
         self._refuse_another(saved)
         if len(saved["groups"]) != len(self.optimizer.param_groups):
             raise CheckpointMismatch(
                 f"optimizer {self.name!r} has {len(self.optimizer.param_groups)} parameter groups, "
                 f"the checkpoint {len(saved['groups'])}",
-                hint="build the optimizer as it was when the checkpoint was written",
+                hint=_BUILD_THE_SAME,
             )
-
+        self._refuse_others_parameters(saved)
         reused: set[int] = set()
 
         def fetch(path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None) -> torch.Tensor:
