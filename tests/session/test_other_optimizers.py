@@ -1,0 +1,50 @@
+"""A checkpoint meets an optimizer that did not write it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import CheckpointMismatch
+from tests.session.test_solo import Job
+
+pytestmark = pytest.mark.torch
+
+
+def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    Job().train(2, checkpoint=tmp_path)
+    other = Job()
+    other.optimizer = torch.optim.SGD(other.net.parameters(), lr=0.01)
+    other.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(other.optimizer, 20)
+    before = [p.clone() for p in other.net.parameters()]
+    with pytest.raises(CheckpointMismatch, match=rf"{tmp_path}.*'default'.* AdamW .*exp_avg.* SGD "):
+        other.train(3, checkpoint=tmp_path)
+    assert all(map(torch.equal, before, other.net.parameters()))
+    assert other.train(3, checkpoint=tmp_path, resume="never") == [0, 1, 2]
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    """torch says so as well; silently the moments of a layer would begin at zero, or be gone at the next save."""
+
+    def train(first: list[nn.Parameter], *more: list[nn.Parameter], job: Job) -> list[int]:
+        job.optimizer = torch.optim.AdamW([{"params": group} for group in (first, *more)], lr=0.01)
+        job.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, 20)
+        return job.train(3, checkpoint=tmp_path)
+
+    job = Job()
+    body, head = list(job.net[0].parameters()), list(job.net[4].parameters())
+    assert train(body, head, job=job) == [0, 1, 2]
+    for first, second, why in (
+        (body, head[:1], r"no longer updates 4\.bias$"),
+        (body + list(job.net[1].parameters()), head, r"now updates, too, 1\.bias, 1\.weight$"),
+        (head, body, r"in another group is 0\.bias, 0\.weight, 4\.bias, \.\.\.$"),
+    ):
+        with pytest.raises(CheckpointMismatch) as caught:
+            train(first, second, job=job)
+        assert re.search(why, caught.value.message), caught.value.message
+    with pytest.raises(CheckpointMismatch, match="has 1 parameter groups, the checkpoint 2"):
+        train(body + head, job=job)
