@@ -79,7 +79,7 @@ def faulty(
         made.journal.append("recovered", {**member, **TIMES, "kind": kind, "step": 20, "steps_lost": 0})
     else:
         made.journal.append("run_ended", {"code": 1, "cause": "FAILED", "reason": "over", "step": 20})
-    return reports_of(made.directory, "it", made.directory.path, read(made.directory.journal).events)
+    return reports_of(made.directory, made.settings, read(made.directory.journal).events)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.flags import FLAGS
-from holdfast.cli.resolve import Request, resolve, shown_ranks, worker_count
+from holdfast.cli.resolve import Request, resolve, shown_local_ranks, worker_count
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.errors import UsageError
 from holdfast.runtime.settings import RunSettings, new_launch, without_launch
@@ -127,7 +127,7 @@ def test_worker_count_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_ranks_on_the_console(tee: str, redirects: str, only: str, shown: set[int]) -> None:
-    assert shown_ranks(4, tee, redirects, only) == shown
+    assert shown_local_ranks(4, tee, redirects, only) == shown
 
 
 def test_modules_to_preload() -> None:

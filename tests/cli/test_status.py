@@ -58,7 +58,15 @@ class Made:
         members = [first_member + rank for rank in range(self.settings.nproc)]
         self.journal.append(
             "generation_started",
-            {"generation": f"1.{n}", "attempt": attempt, "in_place": False, "resume": "", "members": members},
+            {
+                "generation": f"1.{n}",
+                "attempt": attempt,
+                "in_place": False,
+                "resume": "",
+                "members": members,
+                "nodes": ["node0"] * len(members),
+                "local_ranks": list(range(len(members))),
+            },
         )
         for rank, member in enumerate(members):
             path = self.directory.page_path(MemberId(member))

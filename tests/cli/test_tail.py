@@ -20,7 +20,7 @@ def log(root: Path, attempt: int, rank: int, text: str) -> Path:
 
 
 def test_lines_come_once_and_whole(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path, frozenset({0}))
+    tail = LogTail(tmp_path, lambda attempt, rank: rank == 0)
     assert list(tail.poll()) == []
     log(tmp_path, 0, 0, "one\ntw")
     log(tmp_path, 0, 1, "not shown\n")
@@ -31,12 +31,22 @@ def test_lines_come_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_new_attempt_ends_the_one_before(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path, None)
+    tail = LogTail(tmp_path, lambda attempt, rank: True)
     log(tmp_path, 0, 1, "before\n")
     assert list(tail.poll()) == [(1, "before")]
     log(tmp_path, 0, 1, "last words without an end")
     log(tmp_path, 1, 0, "after\n")
     assert list(tail.poll()) == [(1, "last words without an end"), (0, "after")]
+
+
+def test_whose_log_it_is_may_be_known_late(tmp_path: Path) -> None:
+    known = False
+    tail = LogTail(tmp_path, lambda attempt, rank: known)
+    log(tmp_path, 0, 0, "before\n")
+    assert list(tail.poll()) == []
+    known = True
+    log(tmp_path, 1, 0, "after\n")
+    assert list(tail.poll()) == [(0, "before"), (0, "after")]
 
 
 def test_what_is_there(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import again, facts, fault_text, first_line, plural
 from holdfast.cli.tail import LogTail
-from holdfast.cli.view import FaultView, RunView, Watch
+from holdfast.cli.view import FaultView, RunView, Watch, log_of
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import Exit
 from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.pids import stopped
-from holdfast.runtime.rundir import RunDir, last_lines, log_path, try_lock
+from holdfast.runtime.rundir import RunDir, last_lines, try_lock
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
@@ -77,7 +77,7 @@ class Launcher:
         self.request = request
         self.run_dir = run_dir
         self.watch = Watch(run_dir, request.settings)
-        self.tail = LogTail(self.watch.log_dir, request.shown_ranks)
+        self.tail = LogTail(self.watch.log_dir, self._shown)
         self.successors = 0
         self._agent_since_s = self._agent_ran_s = time.monotonic()
         self._asked: list[signal.Signals] = []
@@ -88,7 +88,7 @@ class Launcher:
 
     def run(self) -> int:
         """Until the run is over."""
-        with Screen(marked=len(self.request.shown_ranks) > 1) as screen, self._signals():
+        with Screen(marked=len(self.request.shown_local_ranks) > 1) as screen, self._signals():
             self._open(screen)
             try_lock(self.run_dir.launcher_lock)  # for as long as this process lives: its workers look
             agent = start_agent(self.run_dir.path)
@@ -158,7 +158,11 @@ class Launcher:
                 return
             screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
 
+    def _shown(self, attempt: int, rank: int) -> bool:
+        return self.watch.local_rank(attempt, rank) in self.request.shown_local_ranks
+
     def _show_output(self, screen: Screen) -> None:
+        self.watch.read()  # it says whose logs these are
         for rank, line in self.tail.poll():
             screen.rank(rank, line)
 
@@ -179,9 +183,10 @@ class Launcher:
             screen.say(f"{fault.name}: {answered(fault, self.watch.story.session)}")
 
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
-        if fault.rank in self.request.shown_ranks:
+        if self._shown(fault.attempt, fault.rank):
             return
-        for line in last_lines(log_path(self.watch.log_dir, fault.attempt, fault.rank)):
+        log = log_of(fault, self.run_dir, self.request.settings)
+        for line in last_lines(log) if log else ():
             screen.rank(fault.rank, line, always_marked=True)
 
     def _stands_still(self, agent_pid: int) -> bool:
@@ -229,10 +234,11 @@ class Launcher:
                 )
             return code
         fault = culprit(view)
+        log = log_of(fault, self.run_dir, self.request.settings) if fault else None
         outcome(
             f"run {view.run_id}: {view.meaning}{_why(view, fault)}",
-            # Of whoever failed last, or the directory of all logs.
-            str(log_path(self.watch.log_dir, fault.attempt, fault.rank)) if fault else view.logs,
+            # Of whoever failed last, or the directory of all logs of this node.
+            str(log) if log else view.logs,
             self._next(view, code),
             str(written[fault.number - 1]) if fault and written else "",
             cost,
@@ -258,7 +264,7 @@ class Launcher:
             return []
         events = journal.read(run.journal).events
         try:
-            return [write(run, each) for each in reports_of(run, settings.run_id, self.watch.log_dir, events)]
+            return [write(run, each) for each in reports_of(run, settings, events)]
         except OSError as error:
             say(
                 f"{NAME}the fault reports cannot be written: {error}; holdfast report {self._name()} shows them"

@@ -1,4 +1,4 @@
-"""``holdfast logs``: what the ranks of a run printed, over all attempts."""
+"""``holdfast logs``: what the ranks of a run printed on this node, over all attempts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
 from holdfast.cli.view import Watch
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import log_path
-from holdfast.runtime.settings import RunSettings
 
 FOLLOW_POLL_S = 0.2
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_argument
-@click.option("--rank", type=int, help="Only this rank (default: all, each line marked).")
+@click.option("--rank", type=int, help="Only this rank of the job (default: all, each line marked).")
 @click.option("--attempt", type=int, help="Only this attempt (default: all; each restart is one).")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
 @click.option("--paths", is_flag=True, help="Print the paths of the logs instead.")
@@ -29,36 +28,64 @@ def logs(
 ) -> int:
     """What the ranks of RUN (an id, a path, or the newest) printed.
 
-    Logs are plain files, one per rank and attempt; `--paths` names them.
+    Logs are plain files, one per rank and attempt, on the node where the rank ran; `--paths` names them.
     """
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)
     log_dir = watch.log_dir
-    _check(log_dir, settings, rank, attempt, follow)
+    ranks = settings.nproc * settings.nnodes
+    if rank is not None and not 0 <= rank < ranks:
+        raise UsageError(f"run {settings.run_id} has ranks 0 to {ranks - 1}, not {rank}",
+                         hint="holdfast status")  # fmt: skip
+    _check_attempt(watch, attempt, follow)
+    if rank is not None:
+        _check_place(watch, rank, attempt)
     if paths:
         for path in _paths(log_dir, rank, attempt):
             click.echo(path)
         return 0
-    marked = rank is None and settings.nproc > 1
-    chosen = None if rank is None else frozenset({rank})
-    lines = _follow(watch, LogTail(log_dir, chosen)) if follow else _read(log_dir, rank, attempt)
-    for number, line in lines:
+    marked = rank is None and ranks > 1
+    tail = LogTail(log_dir, lambda _, each: rank in (None, each))
+    for number, line in _follow(watch, tail) if follow else _read(log_dir, rank, attempt):
         click.echo(f"[rank {number}] {line}" if marked else line)
     return 0
 
 
-def _check(log_dir: Path, settings: RunSettings, rank: int | None, attempt: int | None, follow: bool) -> None:
-    if rank is not None and not 0 <= rank < settings.nproc:
-        raise UsageError(f"run {settings.run_id} has ranks 0 to {settings.nproc - 1}, not {rank}",
-                         hint="holdfast status")  # fmt: skip
-    known = attempts(log_dir)
-    if attempt is not None and follow:
+def _check_attempt(watch: Watch, attempt: int | None, follow: bool) -> None:
+    if attempt is None:
+        return
+    if follow:
         raise UsageError("--attempt shows what is over, --follow what comes", hint="leave one of them out")
-    if attempt is not None and attempt not in known:
+    known = attempts(watch.log_dir)
+    if attempt not in known:
         raise UsageError(
-            f"run {settings.run_id} has no attempt {attempt} "
+            f"run {watch.settings.run_id} has no attempt {attempt} "
             f"({f'there are {known[0]} to {known[-1]}' if known else 'no worker was started yet'})",
             hint="holdfast logs --paths",
+        )
+
+
+def _check_place(watch: Watch, rank: int, attempt: int | None) -> None:
+    """A rank of another node would print nothing, for ever."""
+    if any(_paths(watch.log_dir, rank, attempt)):
+        return
+    places = watch.read().places
+    nodes = sorted(
+        {
+            node
+            for (at, who), seats in places.items()
+            if who == rank and attempt in (None, at)
+            for node in seats
+        }
+    )
+    if nodes and watch.settings.node not in nodes:
+        raise UsageError(
+            f"rank {rank} ran on {', '.join(nodes)}: its log is there, not on {watch.settings.node}",
+            hint=f"on {nodes[-1]}: holdfast logs RUN --rank {rank}",
+        )
+    if attempt is not None and places and not nodes:
+        raise UsageError(
+            f"attempt {attempt} had no rank {rank}: it was of fewer nodes", hint="holdfast logs --paths"
         )
 
 

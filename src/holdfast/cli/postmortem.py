@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from holdfast.cli.status import fault_place
-from holdfast.cli.view import FaultView, Story
+from holdfast.cli.view import FaultView, Story, log_of
 from holdfast.core.fault import SEEN
 from holdfast.exits import Exit
 from holdfast.journal import Event
 from holdfast.runtime.evidence import whole_words
-from holdfast.runtime.rundir import RunDir, last_lines, log_path, write_private
+from holdfast.runtime.rundir import RunDir, last_lines, write_private
+from holdfast.runtime.settings import RunSettings
 
 REPORTS = "faults"
 EVIDENCE_MAX = 9
@@ -66,7 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     confidence: str
     evidence: list[str]
     stacks: list[str]
-    log: str
+    log: str  # empty: it lies on that node
     log_tail: list[str]
     action: str
     reason: str
@@ -112,25 +113,21 @@ class _Case:
 class Casebook:
     """Folds a log into reports; ``take`` events in their order."""
 
-    def __init__(self, run: RunDir, run_id: str, log_dir: Path) -> None:
+    def __init__(self, run: RunDir, settings: RunSettings) -> None:
         self._run = run
-        self._run_id = run_id
-        self._log_dir = log_dir
+        self._settings = settings
         self._story = Story()
         self._cases: list[_Case] = []
         self._hang: dict[str, Any] = {}
         self._corrupted: list[dict[str, Any]] = []
         self._bound_s = 0.0
-        self._nodes: dict[int, str] = {}
         self._exits: dict[int, Event] = {}
 
     def take(self, event: Event) -> None:
         """One event."""
         known = len(self._story.faults)
         self._story.take(event)
-        if event.kind == "generation_started":
-            self._nodes.update(zip(event.data["members"], event.data.get("nodes", []), strict=False))
-        elif event.kind == "stalled":
+        if event.kind == "stalled":
             self._bound_s = float(event.data["bound_s"])
         elif event.kind == "hang" and event.data["answer"] != "wait":
             self._hang = {**event.data, "bound_s": self._bound_s}
@@ -162,26 +159,26 @@ class Casebook:
 
     def _report(self, case: _Case) -> Report:
         fault = case.fault
-        log = log_path(self._log_dir, fault.attempt, fault.rank)
+        log = log_of(fault, self._run, self._settings)
         verdict, planned, saved, ended = (
             case.last(kind) for kind in ("verdict", "planned", "sealed", "run_ended")
         )
         timeline = _timeline(fault, case.hang)
         return Report(
             name=fault.name,
-            run_id=self._run_id,
+            run_id=self._settings.run_id,
             at=round(fault.at, 3),
             rank=fault.rank,
             member_id=fault.member_id,
-            node=self._nodes.get(fault.member_id, ""),
+            node=fault.node,
             kind=fault.kind,
             what=fault.what,
             where=fault_place(fault),
             confidence=_confidence(case),
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
-            log=str(log),
-            log_tail=last_lines(log, LOG_LINES_MAX) if fault.kind in ("exception", "exit") else [],
+            log=str(log) if log else "",
+            log_tail=last_lines(log, LOG_LINES_MAX) if log and fault.kind in ("exception", "exit") else [],
             action=fault.action,
             reason=fault.reason,
             decision=_decision(planned, verdict),
@@ -197,14 +194,19 @@ class Casebook:
         )
 
     def _next_steps(self, case: _Case) -> list[str]:
-        fault, place = case.fault, self._run.path
-        logs = f"holdfast logs {place} --rank {fault.rank} --attempt {fault.attempt}"
+        fault = case.fault
+        which = f"--rank {fault.rank} --attempt {fault.attempt}"
+        here = log_of(fault, self._run, self._settings) is not None
+        logs = (
+            f"holdfast logs {self._run.path} {which}"
+            if here
+            else f"on {fault.node}: holdfast logs RUN {which}"
+        )
         same = [c for c in self._cases if c.fault.rank == fault.rank and c.fault.number <= fault.number]
-        node = self._nodes.get(fault.member_id, "")
         found = _advice(case, logs)
         if len(same) >= OFTEN:
             found.append(
-                f"{len(same)} faults of rank {fault.rank} so far: check its machine {node} and its data"
+                f"{len(same)} faults of rank {fault.rank} so far: check its machine {fault.node} and its data"
             )
         return found
 
@@ -317,7 +319,7 @@ def text(report: Report) -> str:
         ("cost", [_cost(report)]),
         ("ended", [report.ended] if report.ended else []),
         ("stacks", [str(Path(report.stacks[0]).parent)] if report.stacks else []),
-        ("log", [report.log]),
+        ("log", [report.log or f"on {report.node}"]),
         ("next", report.next_steps),
     ]
     lines = []
@@ -367,9 +369,9 @@ def write(run: RunDir, report: Report) -> Path:
     return path
 
 
-def reports_of(run: RunDir, run_id: str, log_dir: Path, events: Sequence[Event]) -> list[Report]:
+def reports_of(run: RunDir, settings: RunSettings, events: Sequence[Event]) -> list[Report]:
     """All reports of a log."""
-    book = Casebook(run, run_id, log_dir)
+    book = Casebook(run, settings)
     for event in events:
         book.take(event)
     return book.reports()

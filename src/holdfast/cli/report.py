@@ -25,7 +25,7 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)
     events = journal.read(directory.journal).events
-    found = reports_of(directory, settings.run_id, watch.log_dir, events)
+    found = reports_of(directory, settings, events)
     chosen = found if fault is None else [_named(found, fault, settings.run_id)]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen), indent=2))

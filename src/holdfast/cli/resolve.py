@@ -46,7 +46,7 @@ class Request:
 
     settings: RunSettings
     run_dir: Path
-    shown_ranks: frozenset[int]
+    shown_local_ranks: frozenset[int]
     signals: tuple[signal.Signals, ...]
     notes: tuple[str, ...]
     token: bytes = b""  # of the job; empty: a new one is made
@@ -119,7 +119,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         _check_address(settings, given)
     notes += told + _node_notes(nodes, settings)
     token = _token(values["token_file"], nodes)
-    shown = shown_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
+    shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)
 
 
@@ -484,12 +484,12 @@ def _signals(names: str) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys((*found, *SCHEDULER_SIGNALS)))
 
 
-def shown_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
-    """Ranks whose output goes to the console (always also to their log).
+def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
+    """Local ranks, as torchrun counts here, whose output goes to this node's console (always also to their log).
 
     Args:
-        nproc: number of workers.
-        tee: torchrun's ``-t``; ``0`` shows rank 0.
+        nproc: number of workers of this node.
+        tee: torchrun's ``-t``; ``0`` shows local rank 0.
         redirects: torchrun's ``-r``; a rank that is redirected and not teed is silent.
         only: torchrun's ``--local-ranks-filter``, empty for none.
 

@@ -87,13 +87,13 @@ def _last_state(line: bytes) -> str:
 class LogTail:
     """Lines of some ranks over all attempts, in the order of attempts."""
 
-    def __init__(self, log_dir: Path, ranks: frozenset[int] | None) -> None:
+    def __init__(self, log_dir: Path, shown: Callable[[int, int], bool]) -> None:
         """Args:
         log_dir: where ``attempt-NNN/`` are.
-        ranks: whom to follow; None for everyone.
+        shown: whether to follow the log of this attempt and rank; asked again until it says so.
         """
         self._log_dir = log_dir
-        self._ranks = ranks
+        self._shown = shown
         self._attempt = -1
         self._tails: dict[int, FileTail] = {}
 
@@ -101,6 +101,7 @@ class LogTail:
         """(rank, line) of everything new. A new attempt ends the files of the one before it."""
         for attempt in attempts(self._log_dir):
             if attempt > self._attempt:
+                self._open()  # it may have been over before anybody looked
                 yield from self.drain()
                 self._attempt, self._tails = attempt, {}
             if attempt == self._attempt:
@@ -111,7 +112,7 @@ class LogTail:
 
     def _open(self) -> None:
         for rank in ranks_of(self._log_dir, self._attempt):
-            if rank not in self._tails and (self._ranks is None or rank in self._ranks):
+            if rank not in self._tails and self._shown(self._attempt, rank):
                 self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:

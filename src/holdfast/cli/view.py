@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.spawn import log_root
 
 SPEED_WINDOW_S = 10.0
 LOST_AFTER_S = 15.0
@@ -62,6 +64,7 @@ class FaultView(msgspec.Struct):
     step: int
     attempt: int
     what: str
+    node: str = ""
     action: str = ""
     reason: str = ""
     phases: dict[str, float] = {}
@@ -113,6 +116,10 @@ class Story:
         self.attempt = -1
         self.generation = ""
         self.members: dict[int, int] = {}  # member id -> rank, of the newest generation
+        self._nodes: dict[int, str] = {}  # by member id
+        self.places: dict[
+            tuple[int, int], dict[str, int]
+        ] = {}  # attempt, rank -> local rank by node, oldest first
         self.session = False
         self.step = 0
         self.steps_lost = 0
@@ -150,6 +157,16 @@ class Story:
         if not data.get("in_place"):
             self.attempt = int(data["attempt"])
             self.members = {int(m): rank for rank, m in enumerate(data["members"])}
+        self._seat(range(len(data["members"])), data)
+
+    def _on_members_replaced(self, event: Event, data: dict[str, Any]) -> None:
+        self._seat(data["ranks"], data)
+
+    def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
+        nodes = data.get("nodes", ())  # older versions have said less
+        self._nodes.update(zip(data["members"], nodes, strict=False))
+        for rank, node, local_rank in zip(ranks, nodes, data.get("local_ranks", ()), strict=False):
+            self.places.setdefault((self.attempt, rank), {})[node] = local_rank
 
     def _on_detected(self, event: Event, data: dict[str, Any]) -> None:
         ago_s = float(data["detected_s"])
@@ -163,6 +180,7 @@ class Story:
             step=int(data["step"]),
             attempt=max(self.attempt, 0),
             what=str(data["what"]),
+            node=self._nodes.get(int(data["member_id"]), ""),
         )
         self.faults.append(fault)
         self._open.append((fault, event.t_mono - ago_s))
@@ -256,12 +274,21 @@ class Watch:
     @property
     def log_dir(self) -> Path:
         """Where the ``attempt-NNN/`` directories are."""
-        return Path(self.settings.log_dir) if self.settings.log_dir else self.directory.path
+        return Path(log_root(self.directory, self.settings))
+
+    def read(self) -> Story:
+        """Read what is new in the event log."""
+        for event in self._follower.poll():
+            self.story.take(event)
+        return self.story
+
+    def local_rank(self, attempt: int, rank: int) -> int | None:
+        """Which worker of this node was this rank in an attempt; None: none of them, as far as was read."""
+        return self.story.places.get((attempt, rank), {}).get(self.settings.node)
 
     def poll(self) -> RunView:
         """Read what is new and show everything."""
-        for event in self._follower.poll():
-            self.story.take(event)
+        self.read()
         story, settings = self.story, self.settings
         ranks = self._ranks()
         step = max([story.step, *(r.step for r in ranks)])
@@ -340,6 +367,13 @@ class Watch:
             lost_s += max(0.0, end - max(fault.at, until))
             until = max(until, end)
         return round(max(0.0, 1.0 - lost_s / begun_s), 5)
+
+
+def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
+    """The log of the rank that failed; None: it lies on another node."""
+    if fault.node not in ("", settings.node):
+        return None
+    return log_path(log_root(run, settings), fault.attempt, fault.rank)
 
 
 def meaning(code: Exit, session: bool) -> str:

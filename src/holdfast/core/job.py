@@ -247,6 +247,7 @@ class Job:
             ranks=[m.rank for m in newcomers],
             members=[int(m.member_id) for m in newcomers],
             nodes=[str(m.node_id) for m in newcomers],
+            local_ranks=[m.local_rank for m in newcomers],
         )
         for member in newcomers:
             self.roster.reseat(member)
