@@ -10,6 +10,7 @@ from holdfast.cli.launcher import Launcher
 from holdfast.cli.resolve import Request
 from holdfast.core.messages import Field
 from holdfast.errors import UserError
+from tests.cli.command import Run
 from tests.cli.test_status import FAULT, Made, swept
 
 __all__ = ["swept"]
@@ -43,6 +44,23 @@ def test_an_exception_of_many_lines_is_one_line(tmp_path: Path, capsys: pytest.C
     )
     assert after.startswith("  after: step 40, 2 faults") and log.endswith("rank-00001.log")
     assert report.endswith("F001.txt") and then.startswith("  next: read the traceback")
+
+
+def test_a_save_in_the_runs_own_directory_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], holdfast: Run
+) -> None:
+    """A new run would look into its own directory, find nothing, and begin at step 0."""
+    made = Made(tmp_path, "it")
+    made.directory.checkpoints.mkdir()
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    made.journal.append("sealed", {"step": 40, "directory": "step-00000040.it"})
+    made.end(75, "asked by Ctrl-C")
+    Launcher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
+    said, then = capsys.readouterr().err.splitlines()
+    assert "checkpoint sealed" in said
+    assert then.startswith(f"  next: HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same command")
+    assert holdfast("status", "it").stdout.splitlines()[-1] == then.strip()
 
 
 def test_the_next_step_of_the_error_itself_is_the_only_one(

@@ -200,12 +200,14 @@ def test_a_fault_that_is_over(holdfast: Run, made: Made) -> None:
 
 def test_after_the_end(holdfast: Run, made: Made) -> None:
     made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    made.journal.append("sealed", {"step": 40, "directory": "step-00000040.it"})
     made.end(75, "asked by Ctrl-C")
     view = as_json(holdfast)
     assert (view["state"], view["code"], view["step"], view["ranks"]) == ("ended", 75, 40, [])
     assert view["reason"] == "asked by Ctrl-C"
     text = holdfast("status", "--watch").stdout
-    assert "ended with 75" in text and "run the same command again" in text
+    assert "ended with 75" in text and "next: start the same command: it goes on at step 40\n" in text
 
 
 def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) -> None:

@@ -226,12 +226,8 @@ class Launcher:
             say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
-            own = self.run_dir.checkpoints
-            if code is Exit.REQUEUE and own.is_dir():
-                # The script named no directory, so a new run would look into its own, which is empty.
-                say(
-                    f"  next: HOLDFAST_CHECKPOINT={own} and the same command (or session(checkpoint=...) for good)"
-                )
+            if code is Exit.REQUEUE:
+                say(f"  next: {again(view)}")
             return code
         fault = culprit(view)
         log = log_of(fault, self.run_dir, self.request.settings) if fault else None

@@ -176,7 +176,7 @@ def first_line(text: str) -> str:
 
 
 def again(view: RunView) -> str:
-    """The next command after an end without a save of its own: where it goes on, and what is lost."""
+    """The next command after an end before the last step: where it goes on, and what is lost."""
     if not view.session:
         return "start the same command: it begins where the script itself resumes"
     if view.kept_step < 0:
@@ -184,10 +184,14 @@ def again(view: RunView) -> str:
         return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
     own = Path(view.directory) / "checkpoints"
     # The script named no directory, so a new run would look into its own, which is empty.
-    start = f"HOLDFAST_CHECKPOINT={own} and" if own.is_dir() else "start"
+    start, good = (
+        (f"HOLDFAST_CHECKPOINT={own} and", "; for good: session(checkpoint=...)")
+        if own.is_dir()
+        else ("start", "")
+    )
     behind = view.step - view.kept_step
     redone = f", {plural(behind, 'step')} to do again" if behind > 0 else ""
-    return f"{start} the same command: it goes on at step {view.kept_step:,}{redone}"
+    return f"{start} the same command: it goes on at step {view.kept_step:,}{redone}{good}"
 
 
 def _fault_lines(fault: FaultView) -> list[Text]:
@@ -203,11 +207,9 @@ def _fault_lines(fault: FaultView) -> list[Text]:
 
 def _next(view: RunView) -> str:
     if view.state == "ended":
-        if view.code in (Exit.UNSAVED, Exit.INTERRUPTED):
+        if view.code in (Exit.REQUEUE, Exit.UNSAVED, Exit.INTERRUPTED):
             return again(view)
-        return {0: f"holdfast logs {view.run_id}", 75: "run the same command again to go on"}.get(
-            view.code or 0, f"holdfast logs {view.run_id}  (codes: docs/exit-codes.md)"
-        )
+        return f"holdfast logs {view.run_id}" + ("  (codes: docs/exit-codes.md)" if view.code else "")
     if view.state == "lost":
         return f"no process of this run is left; {again(view)}"
     return f"holdfast logs -f {view.run_id}   |   holdfast exit {view.run_id}"
