@@ -31,7 +31,7 @@ from holdfast.drill.runner import end, launch
 from holdfast.drill.watch import Run
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive, stopped
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, open_log
 
 SAVE_EVERY = 50
 POLL_S = 0.01
@@ -112,7 +112,7 @@ class Chaos:
         self._starts += 1
         directory = self.base / f"run-{self._starts:03d}"
         command = [*self._exercise.command, "--result", str(self.results)]
-        with (self.base / "launcher.log").open("ab") as log:
+        with os.fdopen(open_log(self.base / "launcher.log"), "ab") as log:
             self._launcher = launch(
                 directory, command, log, self.base / "checkpoints",
                 nproc_per_node=self.nproc, max_restarts=10_000, grace_s=20,

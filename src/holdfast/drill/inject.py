@@ -27,6 +27,7 @@ from holdfast.drill.grammar import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fa
 from holdfast.drill.watch import GONE, Run, Seen
 from holdfast.runtime.page import Page
 from holdfast.runtime.pids import alive
+from holdfast.runtime.rundir import open_log
 
 POLL_S = 0.0005
 HELD_S_MAX = 0.01
@@ -102,7 +103,7 @@ class Injector:
             injected = self._inject(number, fault)
             if injected is None:
                 return
-            with self.out.open("ab", buffering=0) as file:
+            with os.fdopen(open_log(self.out), "ab", buffering=0) as file:
                 file.write(msgspec.json.encode(injected) + b"\n")
             if fault.kind not in FLIPS and not self._wait_recovered(injected.moment_ns / 1e9):
                 return  # a flip may be found only after the next fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,13 +21,14 @@ from holdfast.drill.grammar import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
 from holdfast.drill.watch import Run
 from holdfast.errors import ScriptError
-from holdfast.runtime.pids import alive
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.pids import serves
+from holdfast.runtime.procs import sweep
+from holdfast.runtime.rundir import RunDir, open_log, write_private
 from holdfast.runtime.settings import SETTINGS_FILE
 from holdfast.store.place import ROOT_VARIABLE
 
 POLL_S = 0.05
-STALL_S = 120.0
+STALL_S = 120.0  # a run without any progress for so long is ended
 STOP_S = 10.0
 
 Progress = Callable[[str, int, int], None]
@@ -60,17 +62,13 @@ class Runner:
         nproc: workers.
         command: what follows the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
         progress: see :data:`Progress`.
-        stall_s: a run without any progress for so long is ended.
     """
 
-    def __init__(
-        self, base: Path, nproc: int, command: Sequence[str], progress: Progress, stall_s: float = STALL_S
-    ) -> None:
+    def __init__(self, base: Path, nproc: int, command: Sequence[str], progress: Progress) -> None:
         self.base = base
         self.nproc = nproc
         self.command = list(command)
         self._progress = progress
-        self._stall_s = stall_s
 
     def run(
         self, name: str, extra: Sequence[str] = (), faults: Sequence[Fault] = (), seed: int = 0
@@ -88,7 +86,7 @@ class Runner:
         directory = self.base / name
         started_s = time.monotonic()
         restarts = 16 + 2 * len(faults) if faults else 0
-        with launcher_log(directory).open("wb") as log:
+        with os.fdopen(open_log(launcher_log(directory)), "ab") as log:
             launcher = launch(
                 directory, [*self.command, *extra], log, directory.absolute() / "checkpoints",
                 nproc_per_node=self.nproc, max_restarts=restarts,
@@ -118,7 +116,7 @@ class Runner:
 
     def _start_injector(self, directory: Path, faults: Sequence[Fault], seed: int) -> subprocess.Popen[bytes]:
         plan, out = plan_path(directory), injected_path(directory)
-        plan.write_bytes(msgspec.json.encode(Plan(tuple(faults), seed, self.nproc)))
+        write_private(plan, msgspec.json.encode(Plan(tuple(faults), seed, self.nproc)))
         module = [sys.executable, "-m", "holdfast.drill.inject"]
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
@@ -132,7 +130,7 @@ class Runner:
             now = (run.committed_step(), len(run.events))
             if now != seen:
                 seen, moved_s = now, time.monotonic()
-            elif time.monotonic() - moved_s > self._stall_s:
+            elif time.monotonic() - moved_s > STALL_S:
                 return False
             self._progress(directory.name, now[0], len(read_injected(injected_path(directory))))
             time.sleep(POLL_S)
@@ -196,18 +194,10 @@ def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
-    place = RunDir(directory)
-    pids = [worker.pid for worker in Run(directory).workers().values()]
-    endpoints = [place.read_endpoint(name) for name in ("agent", "controller", "zygote")]
-    pids += [found.pid for found in endpoints if found is not None and _belongs(found.pid, directory)]
-    for pid in pids:
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _belongs(pid: int, directory: Path) -> bool:
-    """A process number in a file may long be someone else's."""
-    try:
-        return str(directory.absolute()).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    run = RunDir(directory)
+    for name in ("agent", "controller"):  # the agent first: it would start the others again
+        found = run.read_endpoint(name)
+        if found is not None and serves(found.pid, f"holdfast.runtime.{name}d", run.path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found.pid, signal.SIGKILL)
+    sweep(run)

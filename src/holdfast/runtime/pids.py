@@ -26,6 +26,15 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def serves(pid: int, module: str, directory: Path) -> bool:
+    """``pid`` was started as this module (``python -m``) for this run directory."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return module.encode() in words and str(directory).encode() in words
+
+
 def ending(pid: int) -> int | None:
     """The exit code of a process that has begun to end, below 0 for a signal; None: it has not, or nobody may know.
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import msgspec
 
@@ -24,6 +23,7 @@ from holdfast.core.messages import (
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.pids import serves
 from holdfast.runtime.procs import wait_gone
 from holdfast.runtime.rundir import Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
@@ -67,7 +67,7 @@ class ControllerLink:
     async def join_local(self) -> Endpoint | None:
         """Join the controller that an agent before this one left on this node, if it lives."""
         endpoint = self._run.read_endpoint("controller")
-        if endpoint is None or not is_controller(endpoint.pid, self._run):
+        if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
         try:
             await self._hub.connect(endpoint.host, endpoint.port, "agent")
@@ -110,7 +110,7 @@ class ControllerLink:
         """Whatever controller this node runs: its time is over."""
         endpoint = self._run.read_endpoint("controller")
         for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
-            if pid and is_controller(pid, self._run):
+            if pid and serves(pid, MODULE, self._run.path):
                 os.kill(pid, signal.SIGKILL)
         if self._process is not None:
             self._process.kill()
@@ -207,12 +207,3 @@ class ControllerLink:
     def _lost(self) -> None:
         if not self._ending:
             self._post(ControllerGone())
-
-
-def is_controller(pid: int, run: RunDir) -> bool:
-    """True when ``pid`` is a controller of this run (and not a zombie)."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return MODULE.encode() in words and str(run.path).encode() in words

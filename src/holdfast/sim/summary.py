@@ -36,7 +36,7 @@ def faults_of(ranks: int, seed: int) -> tuple[SimFault, ...]:
     return random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX))
 
 
-def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths: int = 2) -> Summary:
+def summarize(ranks: int, seeds: range) -> Summary:
     """Simulate one run per seed with one to four random faults, and search one step and two elections exhaustively."""
     events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0
@@ -53,7 +53,7 @@ def summarize(ranks: int, seeds: range, *, search_ranks: int = 3, search_deaths:
         forward += result.forward
         back += result.back
     try:
-        states = search(search_ranks, search_deaths).states
+        states = search(ranks=3, deaths=2).states
         elections = ElectionSearch(3, (1, 2), 0, announced=False).run().states
     except Violation as violation:
         violations.append(f"search: {violation}"[:500])

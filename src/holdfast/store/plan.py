@@ -38,6 +38,7 @@ PART_SIZE_BYTES_MIN = 1024 * 1024
 """A box is only cut into parts of at least about this size: each part costs a header entry and a read."""
 
 UNCOVERED_MAX = 1000
+NAMED_MAX = 4  # in a message
 
 
 class WriteItem(msgspec.Struct, frozen=True, order=True):
@@ -317,7 +318,7 @@ def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _some(names: Sequence[object], limit: int = 4) -> str:
+def _some(names: Sequence[object]) -> str:
     """The first few of a list, for a message."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(str(name) for name in names[:limit]) + more
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return ", ".join(str(name) for name in names[:NAMED_MAX]) + more
