@@ -49,6 +49,10 @@ def test_command_tells_the_forecast(capfd: pytest.CaptureFixture[str], tmp_path:
     assert answer(words) == Exit.OK
     told = msgspec.json.decode(capfd.readouterr().out, type=Forecast)
     assert told == forecast(4096, default_causes(10_000, 5.0, 60.0))
+    causes.write_text('[{"name": "disk"}]')
+    assert answer(words) == Exit.USAGE
+    example = capfd.readouterr().err.partition("for example ")[2]
+    assert msgspec.json.decode(example, type=tuple[Cause, ...]), "the hint shows what is taken"
 
 
 def test_command_runs_the_faults_of_a_file(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,17 +16,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.cli.placing import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
-from holdfast.runtime.frameworks import FRAMEWORKS
+from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
-from holdfast.runtime.settings import RunSettings, new_launch
+from holdfast.runtime.settings import RunSettings, TargetKind, new_launch
 from holdfast.store.place import ROOT_VARIABLE, absolute
 
 DEFAULT_PORT = 29500
@@ -38,6 +38,8 @@ _COUNT_DEVICES = {
     "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
 }
 _COUNT_TIMEOUT_S = 120
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     notes = _refuse_and_note(values, given)
     values, given, rank_table, device_ids, told = place(values, given)
     nodes = _nodes(values, given)
-    kind, target = _kind(values), _target(_kind(values), script)
+    kind = _kind(values)
+    target = _target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
     run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
@@ -96,14 +99,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         role=str(values["role"]),
         rank_table=rank_table,
         device_ids=device_ids,
-        max_restarts=_at_least(values, "max_restarts", 0),
-        restart_window_s=_at_least(values, "restart_window", 1.0),
-        on_fault=_on_fault(values),
-        spares=_spares(values),
-        **_hangs(values),
-        verify_every=int(_at_least(values, "verify_every", 0)),
-        replace_slower_than=_at_least(values, "replace_slower_than", 0.0),
-        memory_every=_memory_every(str(values["memory_every"])),
+        **_answers(values),
         monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
         grace_s=_grace_s(values, given),
         framework=_framework(str(values["framework"])),
@@ -259,7 +255,7 @@ def _node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _kind(values: Mapping[str, Any]) -> Any:
+def _kind(values: Mapping[str, Any]) -> TargetKind:
     if values["module"] and values["no_python"]:
         raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
     if values["run_path"]:
@@ -267,9 +263,10 @@ def _kind(values: Mapping[str, Any]) -> Any:
     return "module" if values["module"] else "executable" if values["no_python"] else "script"
 
 
-def _framework(name: str) -> Any:
-    if name not in FRAMEWORKS:
-        raise UsageError(f"--framework {name}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
+def _framework(asked: str) -> FrameworkName:
+    name = next((each for each in FRAMEWORKS if each == asked), None)
+    if name is None:
+        raise UsageError(f"--framework {asked}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
     known = FRAMEWORKS[name]
     # Another interpreter has its own packages: its workers will say what is missing.
     if (
@@ -292,7 +289,7 @@ def _preload(names: str) -> tuple[str, ...]:
     return modules
 
 
-def _target(kind: str, script: str) -> str:
+def _target(kind: TargetKind, script: str) -> str:
     if kind == "executable":
         program = shutil.which(script)
         if program is None:
@@ -389,23 +386,45 @@ def _run_id(asked: str | None, script: str) -> str:
     return asked
 
 
-def _at_least(values: Mapping[str, Any], key: str, least: Any) -> Any:
-    value = values[key]
+def _at_least(values: Mapping[str, Any], key: str, least: Number) -> Number:
+    value: Number = values[key]
     if not value >= least:
         raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
     return value
 
 
-def _hangs(values: Mapping[str, Any]) -> dict[str, Any]:
+class Answers(TypedDict):
+    """The settings that say what is a fault, and what is done about it."""
+
+    max_restarts: int
+    restart_window_s: float
+    on_fault: str
+    spares: int
+    hang_factor: float
+    hang_floor_s: float
+    hang_start_s: float
+    verify_every: int
+    replace_slower_than: float
+    memory_every: int
+
+
+def _answers(values: Mapping[str, Any]) -> Answers:
     return {
+        "max_restarts": _at_least(values, "max_restarts", 0),
+        "restart_window_s": _at_least(values, "restart_window", 1.0),
+        "on_fault": _on_fault(values),
+        "spares": _spares(values),
         "hang_factor": _at_least(values, "hang_factor", 0.0),
         "hang_floor_s": _at_least(values, "hang_floor", 0.1),
         "hang_start_s": _at_least(values, "hang_start", 1.0),
+        "verify_every": _at_least(values, "verify_every", 0),
+        "replace_slower_than": _at_least(values, "replace_slower_than", 0.0),
+        "memory_every": _memory_every(str(values["memory_every"])),
     }
 
 
 def _spares(values: Mapping[str, Any]) -> int:
-    count = int(_at_least(values, "spares", 0))
+    count = _at_least(values, "spares", 0)
     if count and (values["framework"] != "torch" or values["no_python"]):
         raise UsageError(
             f"--spares {count}: only a torch script can be built beforehand",

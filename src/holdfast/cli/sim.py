@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import click
 import msgspec
@@ -17,6 +18,9 @@ from holdfast.sim.summary import faults_of, summarize
 from holdfast.sim.world import run_sim
 
 EXAMPLE = '[{"kind": "kill", "at_s": 0.8, "rank": 3, "state": "voting"}]'
+CAUSES_EXAMPLE = '[{"name": "worker", "rank_hours": 50000, "stop_s": 30, "redo_s": 0}]'
+
+T = TypeVar("T")
 
 
 @click.command()
@@ -48,23 +52,22 @@ def sim(
     if foretell:
         causes = default_causes(rank_hours, step_s, stop_s)
         if causes_file is not None:
-            causes = _read(causes_file, tuple[Cause, ...])
+            causes = _read(causes_file, tuple[Cause, ...], CAUSES_EXAMPLE)
         _tell(forecast(ranks, causes), as_json)
     elif seed is not None or faults_file is not None:
-        faults = None if faults_file is None else _read(faults_file, tuple[SimFault, ...])
+        faults = None if faults_file is None else _read(faults_file, tuple[SimFault, ...], EXAMPLE)
         _one(ranks, seed or 0, faults, as_json)
     else:
         _many(ranks, range(first_seed, first_seed + seeds), as_json)
 
 
-def _read(path: Path, kind: type[msgspec.Struct] | object) -> tuple:  # type: ignore[type-arg]
+def _read(path: Path, kind: type[T], example: str) -> T:
     try:
-        found: tuple[object, ...] = msgspec.json.decode(path.read_bytes(), type=kind)
-        return found
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", hint="holdfast sim --help") from error
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{path}: {error}", hint=f"for example {EXAMPLE}") from error
+        raise UsageError(f"{path}: {error}", hint=f"for example {example}") from error
 
 
 def _one(ranks: int, seed: int, faults: tuple[SimFault, ...] | None, as_json: bool) -> None:

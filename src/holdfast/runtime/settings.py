@@ -17,6 +17,8 @@ from holdfast.runtime.rundir import write_private
 
 SETTINGS_FILE = "run.json"
 
+TargetKind = Literal["script", "module", "executable"]
+
 
 def new_launch() -> str:
     """A value for ``RunSettings.launch``."""
@@ -39,7 +41,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     launch: str = ""  # tells this start of the run from every other one under the same ``run_id``
-    kind: Literal["script", "module", "executable"] = "script"
+    kind: TargetKind = "script"
     target: str = ""
     args: tuple[str, ...] = ()
     command: tuple[str, ...] = ()  # the command line as typed, for reports
