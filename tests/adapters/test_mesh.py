@@ -12,10 +12,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from holdfast.adapters.mesh import SHORT_SIZE_BYTES, Mesh, Place, Vector, meet
+from holdfast.adapters.mesh import (
+    SHORT_SIZE_BYTES,
+    START_S,
+    START_VARIABLE,
+    Mesh,
+    Place,
+    Vector,
+    meet,
+    start_limit_s,
+)
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import KvReply, KvRequest
-from holdfast.errors import GroupError, PeerLost
+from holdfast.errors import GroupError, PeerLost, UsageError
 from holdfast.runtime.client import Client
 from holdfast.runtime.kv import KvServer
 
@@ -221,3 +230,14 @@ def test_meet_publishes_and_finds(tmp_path: Path) -> None:
     world = World(tmp_path, 1)
     own = Place("127.0.0.1", 1234, b"k")
     assert meet(cast(Client, world.lines[0]), "space", 0, 1, own, 1.0) == {0: own}
+
+
+def test_the_start_up_deadline_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_limit_s() == START_S
+    monkeypatch.setenv(START_VARIABLE, "2.5")
+    assert start_limit_s() == 2.5
+    for wrong in ("abc", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(START_VARIABLE, wrong)
+        with pytest.raises(UsageError, match=f"{START_VARIABLE}={wrong} is no positive number") as caught:
+            start_limit_s()
+        assert START_VARIABLE in caught.value.hint

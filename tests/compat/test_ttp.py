@@ -95,6 +95,24 @@ def test_an_address_that_others_reach_needs_a_secret(tmp_path: Path, monkeypatch
     assert token("10.0.0.1", 29999) == b"x" * 64
 
 
+def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, path = free_port(), tmp_path / "log.jsonl"
+    monkeypatch.setenv(LOG_VARIABLE, str(path))
+    pid = start_controller("localhost", port, 1)
+    try:
+        until("it listens", lambda: journal.read(path).events)
+        rank = BlockingChannel.connect(LINES, "localhost", port, token("localhost", port), "worker")
+        rank.close()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        token_path("localhost", port).unlink(missing_ok=True)
+    for unknown in ("no.such.host.invalid", "", "x" * 99):
+        with pytest.raises(UsageError, match="TTP controller is unknown") as caught:
+            start_controller(unknown, port, 1)
+        assert "getent" in caught.value.hint
+
+
 def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, path = free_port(), tmp_path / "log.jsonl"
     monkeypatch.setenv(LOG_VARIABLE, str(path))

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import secrets
 import select
@@ -32,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.ids import Generation
-from holdfast.errors import GroupError, InternalError, PeerLost
+from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
 from holdfast.runtime.channel import tune
 from holdfast.runtime.client import Client
 from holdfast.runtime.settings import RunSettings
@@ -339,8 +340,24 @@ def meet(
 
 
 def start_limit_s() -> float:
-    """The start-up deadline in seconds."""
-    return float(os.environ.get(START_VARIABLE) or START_S)
+    """The start-up deadline in seconds.
+
+    Raises:
+        UsageError: the variable holds no positive number.
+    """
+    said = os.environ.get(START_VARIABLE, "")
+    if not said:
+        return START_S
+    try:
+        limit_s = float(said)
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s < math.inf:
+        raise UsageError(
+            f"{START_VARIABLE}={said} is no positive number of seconds",
+            hint=f"for example {START_VARIABLE}=300",
+        )
+    return limit_s
 
 
 def host_of(client: Client | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import socket
 from pathlib import Path
 
 from holdfast.compat.dump import (
@@ -38,12 +39,12 @@ def token_path(host: str, port: int) -> Path:
     """The file of the secret: the user's, or a private one of this machine for a loopback address.
 
     Raises:
-        UsageError: the address is seen by other machines, and the user named no file.
+        UsageError: the host is unknown, or is seen by other machines and the user named no file.
     """
     named = os.environ.get(TOKEN_VARIABLE, "")
     if named:
         return Path(named)
-    if not ipaddress.ip_address(host).is_loopback:
+    if not all(ipaddress.ip_address(address).is_loopback for address in _addresses(host)):
         raise UsageError(
             f"the TTP controller would listen at {host}, where other machines reach it, without a secret",
             hint=f"umask 077; openssl rand -hex 32 > token; export {TOKEN_VARIABLE}=token on every host",
@@ -56,6 +57,17 @@ def token_path(host: str, port: int) -> Path:
             f"{home} is not a private directory of this user", hint=f"remove it, or set {TOKEN_VARIABLE}"
         )
     return home / f"{port}.token"
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"the host {host!r} of the TTP controller is unknown: {error}",
+            hint="give an address of this machine, or a name that it knows: getent hosts NAME",
+        ) from error
+    return {str(address[0]).partition("%")[0] for *_, address in found}
 
 
 def make_token(host: str, port: int) -> Path:
