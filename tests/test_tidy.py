@@ -201,6 +201,25 @@ def test_exceptions_are_not_swallowed() -> None:
     refuse(found, "an exception is handled, raised or reported")
 
 
+# StateError is not here: most of them say what is wrong with what a rank holds, not what was typed.
+FIXED_BY_THE_USER = {
+    "UserError", "UsageError", "ScriptError", "StepError", "EmptyLoaderError", "UnsupportedError",
+}  # fmt: skip
+
+
+def test_what_the_user_can_mend_comes_with_a_hint() -> None:
+    found = []
+    for path in python_files("src"):
+        for node in ast.walk(tree_of(path)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            hints = [k.value for k in node.keywords if k.arg == "hint"]
+            empty = not hints or (isinstance(hints[0], ast.Constant) and not hints[0].value)
+            if node.func.id in FIXED_BY_THE_USER and empty:
+                found.append(f"{where(path, node)} {node.func.id}")
+    refuse(found, "an error that the user can mend says what to do next (hint=...)")
+
+
 @cache
 def markdown_files() -> tuple[Path, ...]:
     """Every tracked or new Markdown file of the repository."""

@@ -86,6 +86,14 @@ CASES = [
     (Exit.USAGE, ["status"], "there is no run below", "holdfast run"),
     (Exit.USAGE, ["logs", "nothing"], "there is no run nothing", "holdfast run"),
     (Exit.USAGE, ["exit"], "there is no run below", "holdfast run"),
+    (Exit.USAGE, ["ckpt", "prune", ".", "--keep", "0"], "keep=0: at least the newest", "keep 1 or more"),
+    (Exit.USAGE, ["ckpt", "prune", ".", "--keep", "1", "--every", "-1"], "every=-1", "1000 keeps one"),
+    (
+        Exit.USAGE,
+        ["run", "--spares", "1", "--on-fault", "restart", "train.py"],
+        "--spares 1",
+        "--on-fault replace",
+    ),
 ]
 
 

@@ -432,7 +432,8 @@ def _spares(values: Mapping[str, Any]) -> int:
         )
     if count and not Ladder.parse(str(values["on_fault"])).tries("replace", "memory"):
         raise UsageError(
-            f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used"
+            f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used",
+            hint="leave --spares out, or name the rung that uses them: --on-fault replace",
         )
     return count
 

@@ -94,7 +94,10 @@ _state = _State()
 
 def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> None:
     if not callable(call):
-        raise UsageError(f"the {name} handler is a {type(call).__name__}, not a function")
+        raise UsageError(
+            f"the {name} handler is a {type(call).__name__}, not a function",
+            hint="register the function itself, without calling it",
+        )
     _state.handlers[name] = _Handler(call, context)
 
 
@@ -176,7 +179,10 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]])
     try:
         groups = replicas(replica_info)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"tft_set_optimizer_replica({rank}, {replica_info!r}): {error}") from error
+        raise UsageError(
+            f"tft_set_optimizer_replica({rank}, {replica_info!r}): {type(error).__name__}: {error}",
+            hint='a list like [{"type": 0, "rank_list": [0, 1], "replica_cnt": 2}]',
+        ) from error
     _state.groups = groups
     _state.need().hold(groups)
     return 0

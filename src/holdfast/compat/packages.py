@@ -87,7 +87,9 @@ def remove(folder: Path) -> list[Path]:
             (folder / HOOK_FILE).unlink()
             gone.append(folder / HOOK_FILE)
     except OSError as error:
-        raise UsageError(f"cannot remove from {folder}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot remove from {folder}: {error.strerror}", hint=f"who may write there? ls -ld {folder}"
+        ) from error
     return gone
 
 

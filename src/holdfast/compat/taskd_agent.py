@@ -53,10 +53,15 @@ def start_taskd_agent() -> None:
     """
     missing = [name for name in NAMES if name not in _functions]
     if missing:
-        raise UsageError(f"msrun did not register {', '.join(missing)}")
+        raise UsageError(
+            f"msrun did not register {', '.join(missing)}",
+            hint="this module is msrun's: start the script with msrun, or with holdfast run --framework mindspore",
+        )
     text = os.environ.get(RESTARTS_VARIABLE, str(RESTARTS_MAX))
     if not text.isdecimal():
-        raise UsageError(f"{RESTARTS_VARIABLE}={text} is no number")
+        raise UsageError(
+            f"{RESTARTS_VARIABLE}={text} is no number", hint=f"for example {RESTARTS_VARIABLE}={RESTARTS_MAX}"
+        )
     _Agent(_functions, int(text), "TTP:1" in os.environ.get(TFT_VARIABLE, "")).run()
 
 

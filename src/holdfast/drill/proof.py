@@ -42,7 +42,8 @@ class Exercise:
         least = 2 * step if layout == "hsdp" else step
         if nproc % step or nproc < least:
             raise UserError(
-                f"--layout {layout} needs {least} workers, {least + step} or {least + 2 * step}, not {nproc}"
+                f"--layout {layout} needs {least} workers, {least + step} or {least + 2 * step}, not {nproc}",
+                hint=f"--nproc {least}",
             )
         arguments = ["--size", size, "--layout", layout, "--steps", str(steps)]
         if save_every:

@@ -89,7 +89,10 @@ def read_token(path: Path) -> bytes:
             f"the token {path} can be read by others (mode {stat.S_IMODE(mode):o})", hint=f"chmod 600 {path}"
         )
     if len(token) < TOKEN_SIZE_BYTES:
-        raise AuthError(f"the token {path} has only {len(token)} bytes")
+        raise AuthError(
+            f"the token {path} has only {len(token)} bytes, {TOKEN_SIZE_BYTES} are needed",
+            hint=f"umask 077; openssl rand -hex {TOKEN_SIZE_BYTES} > {path}; copy it to every host",
+        )
     return token
 
 

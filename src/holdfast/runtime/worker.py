@@ -94,7 +94,9 @@ def run_script(settings: RunSettings) -> None:
         try:
             found = importlib.util.find_spec(settings.target)
         except ImportError as error:
-            raise ScriptError(f"cannot find the module {settings.target}: {error}") from error
+            raise ScriptError(
+                f"cannot find the module {settings.target}: {error}", hint="check the name after -m"
+            ) from error
         if found is None:
             raise ScriptError(f"no module named {settings.target}", hint="check the name after -m")
         runpy.run_module(settings.target, run_name="__main__", alter_sys=True)

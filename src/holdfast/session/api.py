@@ -77,9 +77,7 @@ def open_session(
         grace_s=grace_s,
         memory=memory,
     )
-    if state is not None and not isinstance(state, dict):
-        raise UsageError(f"session(state=...) is a {type(state).__name__}, not a dict of named objects")
-    extras: dict[str, Any] = {} if state is None else state
+    extras = _named(state)
     _require_torch(model)
 
     def adapter() -> Adapter:
@@ -88,6 +86,15 @@ def open_session(
         return TorchAdapter(model, optimizer, scheduler, scaler, extras, settings.seed)
 
     return Session(adapter, extras, settings)
+
+
+def _named(state: dict[str, Any] | None) -> dict[str, Any]:
+    if state is not None and not isinstance(state, dict):
+        raise UsageError(
+            f"session(state=...) is a {type(state).__name__}, not a dict of named objects",
+            hint='give each object a name: state={"ema": ema}',
+        )
+    return {} if state is None else state
 
 
 def load(

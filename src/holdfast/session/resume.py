@@ -168,7 +168,7 @@ class Resume:
                 found = look()
                 message: dict[str, Any] = {"paths": [str(p) for p in found.paths], "rejected": found.rejected}
             except HoldfastError as error:
-                self._client.kv("set", key, json.dumps({"error": error.message}).encode())
+                self._client.kv("set", key, json.dumps({"error": error.message, "hint": error.hint}).encode())
                 raise
             self._client.kv("set", key, json.dumps(message).encode())
             return found
@@ -178,7 +178,7 @@ class Resume:
             raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
         told = json.loads(reply.value)
         if "error" in told:
-            raise UsageError(f"rank 0: {told['error']}")
+            raise UsageError(f"rank 0: {told['error']}", hint=told["hint"])
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:

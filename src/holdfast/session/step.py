@@ -96,7 +96,10 @@ class Step:
             StepError: the name was used before in this step, updates are nested, or the step has voted already.
         """
         if name in self.names or self.tentative is not None:
-            raise StepError(f"step {self.number}: update {name!r} is nested, or was made before in this step")
+            raise StepError(
+                f"step {self.number}: update {name!r} is nested, or was made before in this step",
+                hint="one `with step.update(...):` after the other, each with a name of its own",
+            )
         if self.updated and not self.names:
             raise StepError(
                 f"step {self.number}: update {name!r} after an optimizer.step() without a name",
@@ -114,7 +117,8 @@ class Step:
         """An optimizer steps inside :meth:`update`. Raises: StepError when it has, in this update."""
         if optimizer in self._tentative_done:
             raise StepError(
-                f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}"
+                f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}",
+                hint="a second `with step.update(...):` for the second optimizer.step()",
             )
         self._tentative_done.add(optimizer)
 
@@ -149,7 +153,10 @@ class Blocks:
     def begin(self, step: Step) -> None:
         """Enter the block; waits while the job recovers."""
         if self._current is not None:
-            raise StepError(f"step {step.number} begins inside step {self._current.number}")
+            raise StepError(
+                f"step {step.number} begins inside step {self._current.number}",
+                hint="leave the block of a step (`with step as batch:`) before the next one",
+            )
         joining = self._rank.joining
         alone = step.rehearsal or (joining and self._rehearse(step))
         if joining and not alone:
@@ -306,7 +313,9 @@ class Blocks:
         """Abort the open block and begin it again at once: for a framework that keeps its gradients at hand."""
         step = self._current
         if step is None:
-            raise StepError("no step is open that could begin again")
+            raise StepError(
+                "no step is open that could begin again", hint="call it inside `with step as batch:`"
+            )
         self._abort(step)
         step.rehearsal = False  # it has run: the newcomer joins now
         self.begin(step)

@@ -28,7 +28,9 @@ def faulty_store(place: Url) -> FaultyStore:
     """The store under this URL. Raises: UsageError: there is none in this process."""
     store = _STORES.get(place.parts[0])
     if store is None or len(place.parts) != 1:
-        raise UsageError(f"{place}: no FaultyStore of this name in this process")
+        raise UsageError(
+            f"{place}: no FaultyStore of this name in this process", hint="make it first, and keep it"
+        )
     return store
 
 

@@ -63,9 +63,14 @@ def retention(keep: int, every_steps: int = 0) -> KeepAny:
     Raises:
         UsageError: a number that cannot mean anything.
     """
-    if keep < 1 or every_steps < 0:
+    if keep < 1:
         raise UsageError(
-            f"keep={keep}, every={every_steps}: at least one is kept, and a distance is positive"
+            f"keep={keep}: at least the newest valid checkpoint is always kept", hint="keep 1 or more"
+        )
+    if every_steps < 0:
+        raise UsageError(
+            f"every={every_steps} is no number of steps",
+            hint="1000 keeps one checkpoint of every 1000 steps as well, 0 none of them",
         )
     return KeepAny((KeepNewest(keep), *((KeepEvery(every_steps),) if every_steps else ())))
 
@@ -82,7 +87,8 @@ def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
     """
     if stall_s <= 0 or mean_time_between_faults_s <= 0:
         raise UsageError(
-            f"stall {stall_s} s and time between faults {mean_time_between_faults_s} s must be positive"
+            f"stall {stall_s} s and time between faults {mean_time_between_faults_s} s must be positive",
+            hint="give both as they were measured, in seconds",
         )
     return math.sqrt(2 * stall_s * mean_time_between_faults_s)
 
@@ -120,7 +126,9 @@ class EverySteps(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise UsageError(f"EverySteps({self.count}): must be 1 or more")
+            raise UsageError(
+                f"EverySteps({self.count}): must be 1 or more", hint="leave it out for no periodic saves"
+            )
 
     def __call__(self, now: Moment) -> bool:
         """Has a multiple been passed since the last save?"""
@@ -134,7 +142,9 @@ class EverySeconds(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.interval_s <= 0:
-            raise UsageError(f"EverySeconds({self.interval_s}): must be above 0")
+            raise UsageError(
+                f"EverySeconds({self.interval_s}): must be above 0", hint="leave it out for no periodic saves"
+            )
 
     def __call__(self, now: Moment) -> bool:
         """Is it?"""
@@ -154,7 +164,11 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.shortest_s <= 0 or (self.mean_time_between_faults_s or 1.0) <= 0:
-            raise UsageError("BestInterval: durations must be above 0")
+            raise UsageError(
+                f"BestInterval(mean_time_between_faults_s={self.mean_time_between_faults_s}, "
+                f"shortest_s={self.shortest_s}): durations must be above 0",
+                hint="leave out what is not known",
+            )
 
     def interval_s(self, now: Moment) -> float:
         """Seconds between two saves, as things stand."""

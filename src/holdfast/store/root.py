@@ -23,6 +23,7 @@ from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import manifest as form
 from holdfast.store.opening import open_attempt, open_store
 from holdfast.store.place import Place, Url, place_of
+from holdfast.store.policy import retention
 from holdfast.store.validity import Validity, inspect
 
 GRACE_S = 3600.0
@@ -113,13 +114,12 @@ class Root:
             UsageError: ``keep`` < 1.
             StoreWriteError: a directory cannot be removed.
         """
-        if isinstance(keep, int) and keep < 1:
-            raise UsageError(f"keep={keep}: at least the newest valid checkpoint is always kept")
+        policy = retention(keep) if isinstance(keep, int) else keep
         attempts = self.list()
         valid = [v for v in attempts if v.valid]
         if not valid:
             return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
-        kept = {v.path for v in valid[:keep]} if isinstance(keep, int) else keep(valid)
+        kept = policy(valid)
         kept.add(valid[0].path)
         kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
         past = self._past(attempts, valid)

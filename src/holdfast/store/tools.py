@@ -135,7 +135,7 @@ def parent_of_new(target: Path) -> Path:
         raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise UsageError(f"{parent} is not a directory")
+        raise UsageError(f"{parent} is not a directory", hint=f"mkdir -p {parent}, or name another place")
     return parent
 
 

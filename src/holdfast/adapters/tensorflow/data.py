@@ -69,7 +69,10 @@ class DatasetFeed:
                 batch = next(self._iterator)
             except StopIteration:
                 if self._batch == 0:
-                    raise EmptyLoaderError("the dataset yields no batch") from None
+                    raise EmptyLoaderError(
+                        "the dataset yields no batch",
+                        hint="is it empty, or smaller than one batch with drop_remainder=True?",
+                    ) from None
                 self.epoch, self._batch, self._iterator = self.epoch + 1, 0, None
                 continue
             self._batch += 1

@@ -94,7 +94,10 @@ def _read(source: Path, scratch: Path) -> dict[str, Any]:
             check_zip(file, source.stat().st_size, str(source))
     tree = load_plain(str(source), str(source), mapped=mapped)
     if not isinstance(tree, dict):
-        raise UsageError(f"{source} holds a {type(tree).__name__}, not a state dict")
+        raise UsageError(
+            f"{source} holds a {type(tree).__name__}, not a state dict",
+            hint="save one for it: torch.save(model.state_dict(), PATH)",
+        )
     return tree
 
 

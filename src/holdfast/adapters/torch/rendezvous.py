@@ -173,7 +173,8 @@ def install_rendezvous() -> None:
     handlers = getattr(module, "_rendezvous_handlers", None)
     if not isinstance(handlers, dict) or _SCHEME not in handlers:
         raise UnsupportedError(
-            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows"
+            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows",
+            hint="install a released version: pip install 'holdfast[torch]'",
         )
     original = handlers[_SCHEME]
     if getattr(original, "holdfast", False):

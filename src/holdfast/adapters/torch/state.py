@@ -156,7 +156,10 @@ class TorchState:
         self.schedulers = by_name(schedulers, "scheduler", _has_state)
         self.scaler = scaler
         if scaler is not None and not _has_state(scaler):
-            raise UsageError(f"scaler is a {type(scaler).__name__}, without state_dict()")
+            raise UsageError(
+                f"scaler is a {type(scaler).__name__}, without state_dict()",
+                hint="scaler=torch.amp.GradScaler(...); anything else goes into state={...}",
+            )
         self.extras: dict[str, Any] = {} if extras is None else extras
         self.generators: list[tuple[str, Generator]] = [
             (name, item) for name, item in self.extras.items() if isinstance(item, GENERATORS)
