@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +163,7 @@ def kill_writers(saver: BackgroundSaver, count: int, done: threading.Event) -> i
     killed: list[int] = []
     while len(killed) < count and not done.is_set():
         pid = saver.writer_pid
-        if pid in killed:
+        if pid in (0, *killed):
             done.wait(0.001)
             continue
         os.kill(pid, signal.SIGKILL)
@@ -201,6 +203,51 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
         )
     assert isinstance(results[save_id(3)], Written), "the next save works"
     assert not exists(last)
+
+
+@contextlib.contextmanager
+def no_interpreter(tmp_path: Path) -> Iterator[None]:
+    """No writer can be started: exec finds nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "nothing"))
+        yield
+
+
+@contextlib.contextmanager
+def no_descriptor(_: Path) -> Iterator[None]:
+    """No writer can be started: this process may not open anything more."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+@pytest.mark.parametrize("refusing", [no_interpreter, no_descriptor])
+def test_a_writer_that_cannot_be_started_fails_saves_by_name_and_not_the_next_ones(
+    tmp_path: Path, refusing: Callable[[Path], contextlib.AbstractContextManager[None]]
+) -> None:
+    world = large()
+    catalogue, state = world.catalogue(), world.state(0)
+    shares = plan(catalogue, frozenset({0}))
+    results: dict[SaveId, Written | HoldfastError] = {}
+    with BackgroundSaver(results.__setitem__) as saver:
+        saver.save(tmp_path, save_id(1), catalogue, shares, 0, state, {}, {})
+        open_before = len(os.listdir("/proc/self/fd"))
+        with refusing(tmp_path):
+            os.kill(saver.writer_pid, signal.SIGKILL)
+            assert saver.wait(60)
+            with pytest.raises(StoreWriteError, match="no process can be started") as caught:
+                saver.save(tmp_path, save_id(2), catalogue, shares, 0, state, {}, {})
+            assert not saver.busy and saver.writer_pid == 0
+        assert len(os.listdir("/proc/self/fd")) == open_before - 2, "a writer's line and end"
+        saver.save(tmp_path, save_id(3), catalogue, shares, 0, state, {}, {})
+    assert "ulimit" in caught.value.hint
+    failed = results[save_id(1)]
+    assert isinstance(failed, StoreWriteError) and "killed by signal 9), then no process" in failed.message
+    assert save_id(2) not in results, "it was refused at the call"
+    assert isinstance(results[save_id(3)], Written)
 
 
 def test_a_writer_killed_while_idle_costs_nothing(tmp_path: Path) -> None:
@@ -256,17 +303,16 @@ def test_memory_is_pinned_when_it_is_mapped_and_let_go_before_it_changes() -> No
         said.append(("pin", size_bytes))
         return lambda: said.append(("unpin", size_bytes))
 
-    pool = Pool(pin)
-    pool.memory(100)
-    pool.memory(4000)
-    pool.memory(5000)
-    pool.close()
+    with Pool.open(pin) as pool:
+        pool.memory(100)
+        pool.memory(4000)
+        pool.memory(5000)
     pool.close()
     assert said == [("pin", 4096), ("unpin", 4096), ("pin", 8192), ("unpin", 8192)]
 
 
 def test_orders_outside_the_pool_and_nonsense_in_it_are_refused() -> None:
-    pool = Pool()
+    pool = Pool.open()
     memory = pool.memory(4096)
     reader = PoolReader(pool.fd)
     with pytest.raises(InternalError, match="not a save job"):

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -83,28 +84,40 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class WriterProcess:
-    """A running ``store/writerd.py`` that reads the pool of ``pool_fd``."""
+    """A running ``store/writerd.py``, made by :meth:`start`."""
 
-    def __init__(self, pool_fd: int) -> None:
-        """Start it; the interpreter's own start goes on beside this process."""
-        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "holdfast.store.writerd"]
-                + [str(number) for number in (other.fileno(), pool_fd, os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                pass_fds=(other.fileno(), pool_fd),
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, end_fd: int) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._line = line
+        self._end = end_fd
         self._poller = select.poll()
-        self._end = os.pidfd_open(self.pid)
-        for fd in (self._line.fileno(), self._end):
+        for fd in (line.fileno(), end_fd):
             self._poller.register(fd, select.POLLIN)
+
+    @classmethod
+    def start(cls, pool_fd: int) -> Self:
+        """Start one that reads the pool of ``pool_fd``; the interpreter's own start goes on beside this process.
+
+        Raises:
+            StoreWriteError: the machine has no process, memory or descriptor left for it; nothing of it is left.
+        """
+        with contextlib.ExitStack() as undo:
+            try:
+                line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(line)
+                with other:
+                    process = _popen(other.fileno(), pool_fd)
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                writer = cls(process, line, os.pidfd_open(process.pid))
+            except OSError as error:
+                raise StoreWriteError(
+                    f"no process can be started that writes the checkpoint: {error.strerror or error}",
+                    hint="look at the memory of this machine, and at its limits of processes and files (ulimit -a)",
+                ) from error
+            undo.pop_all()
+        return writer
 
     def tell(self, message: SaveOrder | Arrived | Withdrawn) -> None:
         """Never blocks. Whether the writer is alive shows in :meth:`answer`."""
@@ -143,6 +156,19 @@ class WriterProcess:
             return b""
 
 
+def _popen(line_fd: int, pool_fd: int) -> subprocess.Popen[bytes]:
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "holdfast.store.writerd", str(line_fd), str(pool_fd), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        pass_fds=(line_fd, pool_fd),
+        start_new_session=True,
+    )
+
+
 class BackgroundSaver(Closes):
     """Stages checkpoints and has them written, one at a time (a context manager)."""
 
@@ -165,9 +191,12 @@ class BackgroundSaver(Closes):
         self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
-        self._pool = Pool(self._pin)
-        self._thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._pool = undo.enter_context(Pool.open(self._pin))
+            thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
+            thread.start()
+            undo.pop_all()
+        self._thread = thread
         return self
 
     @property
@@ -177,8 +206,9 @@ class BackgroundSaver(Closes):
 
     @property
     def writer_pid(self) -> int:
-        """The writer process (another one after it was killed); 0 before the first save."""
-        return 0 if self._writer is None else self._writer.pid
+        """The writer process (another one after it was killed); 0 while there is none."""
+        writer = self._writer
+        return 0 if writer is None else writer.pid
 
     @property
     def pool_size_bytes(self) -> int:
@@ -214,7 +244,7 @@ class BackgroundSaver(Closes):
 
         Raises:
             StateError: a value cannot be saved, or the source is inconsistent; nothing is in flight then.
-            StoreWriteError: there is no memory for the copy; nothing is in flight then.
+            StoreWriteError: there is no memory for the copy, or no process to write it; nothing is in flight then.
         """
         if self._thread is None:
             raise InternalError("BackgroundSaver is used outside its with block")
@@ -252,7 +282,7 @@ class BackgroundSaver(Closes):
         self._orders += 1
         order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes, 0)
         if self._writer is None:
-            self._writer = WriterProcess(self._pool.fd)
+            self._writer = WriterProcess.start(self._pool.fd)
         self._writer.tell(order)
         try:
             for arrived in _stage(memory, zip(items, job.parts, strict=True), source, size_bytes):
@@ -277,18 +307,25 @@ class BackgroundSaver(Closes):
     def _result(self, writer: WriterProcess, order: SaveOrder) -> Written | HoldfastError:
         """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
         how: list[str] = []
-        for number in range(WRITERS_MAX):
-            if number > 0:
-                writer.tell(order)
+        while True:
             outcome = writer.answer(order.number)
             if outcome is not None:
                 return outcome.result()
             how.append(writer.end())
-            writer = self._writer = WriterProcess(self._pool.fd)
-        return StoreWriteError(
-            f"the checkpoint is not written: {len(how)} writer processes ended one after the other ({', '.join(how)})",
-            hint="see the log of this rank; was the machine out of memory?",
-        )
+            self._writer = None  # the next save starts another one, when that is possible
+            ended = f"{len(how)} writer processes ended one after the other ({', '.join(how)})"
+            if len(how) == WRITERS_MAX:
+                return StoreWriteError(
+                    f"the checkpoint is not written: {ended}",
+                    hint="see the log of this rank; was the machine out of memory?",
+                )
+            try:
+                writer = self._writer = WriterProcess.start(self._pool.fd)
+            except StoreWriteError as error:
+                return StoreWriteError(
+                    f"the checkpoint is not written: {ended}, then {error.message}", hint=error.hint
+                )
+            writer.tell(order)
 
 
 def _stage(

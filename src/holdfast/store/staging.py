@@ -18,12 +18,14 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 
 from holdfast import errors
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.base import Closes
 from holdfast.store.layout import Box
 from holdfast.store.plan import WriteItem
 from holdfast.store.writer import Written
@@ -123,18 +125,23 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         return kind(self.message, hint=self.hint)
 
 
-class Pool:
-    """The worker's end of the shared memory.
+class Pool(Closes):
+    """The worker's end of the shared memory, made by :meth:`open` (a context manager)."""
 
-    Args:
-        pin: called with the whole memory each time it was mapped.
-    """
-
-    def __init__(self, pin: Pin | None = None) -> None:
-        self.fd = os.memfd_create("holdfast-pool")
+    def __init__(self, fd: int, pin: Pin | None) -> None:
+        self.fd = fd
         self._pin = pin
         self._unpin: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
+
+    @classmethod
+    def open(cls, pin: Pin | None = None) -> Self:
+        """Make an empty one.
+
+        Args:
+            pin: called with the whole memory each time it was mapped.
+        """
+        return cls(os.memfd_create("holdfast-pool"), pin)
 
     @property
     def size_bytes(self) -> int:
