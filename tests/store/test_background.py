@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from holdfast.store.plan import plan
 from holdfast.store.reader import load_into, load_values
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
+from tests.store.limits import no_threads
 from tests.store.worlds import replicated, save_id
 
 Results = dict[SaveId, Written | HoldfastError]
@@ -96,3 +98,14 @@ def test_failures_are_told_and_the_next_save_works(tmp_path: Path) -> None:
     assert isinstance(results[save_id(3)], Written)
     with pytest.raises(InternalError, match="outside its with block"):
         saver.save(tmp_path, save_id(4), catalogue, shares, 0, state, {}, {})
+
+
+def test_a_saver_whose_thread_cannot_start_leaves_nothing() -> None:
+    before = os.listdir("/proc/self/fd")
+    saver = BackgroundSaver(lambda _id, _result: None)
+    with no_threads(), pytest.raises(RuntimeError, match="start new thread"):
+        saver.__enter__()
+    saver.close()
+    assert os.listdir("/proc/self/fd") == before
+    with saver:
+        assert not saver.busy

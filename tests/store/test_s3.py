@@ -36,6 +36,7 @@ from holdfast.store.root import Root, resolve
 from holdfast.store.s3 import S3Store
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
+from tests.store.limits import no_threads
 from tests.store.s3server import ACCESS, SECRET, Proxy, environment, long, refusing
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
 
@@ -174,6 +175,14 @@ def test_a_lease_is_renewed(bucket: Url, monkeypatch: pytest.MonkeyPatch) -> Non
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
     assert Bucket(bucket).entries(".leases") == []
+
+
+def test_a_lease_that_cannot_be_renewed_is_taken_back(bucket: Url) -> None:
+    with open_store(bucket).create("x") as attempt:
+        with no_threads(), pytest.raises(RuntimeError, match="start new thread"):
+            attempt.hold()
+        assert Bucket(bucket).entries(".leases") == []
+        assert attempt.hold() and len(Bucket(bucket).entries(".leases")) == 1
 
 
 def test_an_interrupted_removal_is_hidden_refused_and_finished(bucket: Url) -> None:

@@ -108,7 +108,7 @@ class BuddyServer(AnswerServer[Talk]):
     def _do(self, message: Talk) -> Talk:
         match message:
             case Begin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
-                self._incoming[message.rank] = Incoming(
+                self._incoming[message.rank] = Incoming.begin(
                     self._directory, message.rank, message.step, message.size_bytes
                 )
             case Bytes() if message.rank in self._incoming:
@@ -160,7 +160,7 @@ def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, i
             answer = _asked(line, Ask(rank, step, 0))
             if not 0 < answer.size_bytes <= SLOT_SIZE_BYTES_MAX:
                 continue
-            incoming, start = Incoming(directory, rank, step, answer.size_bytes), 0
+            incoming, start = Incoming.begin(directory, rank, step, answer.size_bytes), 0
             while answer.data:
                 incoming.write(start, answer.data)
                 start += len(answer.data)

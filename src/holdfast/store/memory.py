@@ -19,6 +19,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -182,14 +183,19 @@ class Slots:
 
 
 class Incoming:
-    """A state that comes from another node, into the slot with the older one.
+    """A state that comes from another node, made by :meth:`begin`."""
 
-    Raises:
-        StateError: shared memory is full.
-    """
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
 
-    def __init__(self, directory: Path, rank: int, step: int, size_bytes: int) -> None:
-        self._memory = Slots(directory, rank).room(step, size_bytes)
+    @classmethod
+    def begin(cls, directory: Path, rank: int, step: int, size_bytes: int) -> Self:
+        """Empty the slot with the older state for this one.
+
+        Raises:
+            StateError: shared memory is full.
+        """
+        return cls(Slots(directory, rank).room(step, size_bytes))
 
     def write(self, start: int, data: bytes) -> None:
         """Bytes from ``start``. Raises: CheckpointInvalid outside of the slot."""

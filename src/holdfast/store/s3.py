@@ -73,22 +73,31 @@ class Lease:
     """
 
     def __init__(self, bucket: Bucket, attempt: str) -> None:
-        """Put it. Raises: StoreWriteError."""
         self._bucket = bucket
         self._key = f"{_LEASES}/{attempt}/{secrets.token_hex(8)}"
         self._over = threading.Event()
-        if not bucket.announce(self._key):
-            self._over.set()
-        self._thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Put it. Raises: StoreWriteError."""
+        if not self._bucket.announce(self._key):
+            return
+        thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._take_back()
+            raise
+        self._thread = thread
 
     def close(self) -> None:
         """Take it back."""
-        announced = not self._over.is_set()
-        self._over.set()
-        self._thread.join()
-        if not announced:
-            return
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._take_back()
+
+    def _take_back(self) -> None:
         with contextlib.suppress(StoreWriteError):  # it expires
             self._bucket.delete([self._key])
 
@@ -120,7 +129,9 @@ class S3Attempt(Closes):
     def hold(self) -> bool:
         """As :meth:`Attempt.hold`."""
         if self._lease is None:
-            self._lease = Lease(self._bucket, self._name)
+            lease = Lease(self._bucket, self._name)
+            lease.start()
+            self._lease = lease
         return not self._bucket.exists(f"{_DOOMED}/{self._name}")
 
     def names(self) -> list[str]:
