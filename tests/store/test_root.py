@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, UsageError
 from holdfast.store.files import Directory
+from holdfast.store.opening import open_store
 from holdfast.store.root import Root, resolve
 from tests.store.worlds import pipeline, replicated, save, save_id
 
@@ -138,11 +140,31 @@ def test_resolve_path_and_step(tmp_path: Path) -> None:
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    save(tmp_path / "new" / "root", replicated(1, WORLD.arrays), save_id())
-    path = tmp_path / "new" / "root" / save_id().directory()
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "new" / "root").stat().st_mode & 0o777 == 0o700
+    root = tmp_path / "new" / "root"
+    old = os.umask(0o022)
+    try:
+        open_store(root).probe()
+        assert list(root.iterdir()) == []
+        save(root, replicated(1, WORLD.arrays), save_id())
+        save(tmp_path / "other", replicated(1, WORLD.arrays), save_id())
+    finally:
+        os.umask(old)
+    path = root / save_id().directory()
+    for directory in (root, path, tmp_path / "other"):
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert root.parent.stat().st_mode & 0o777 == 0o755, "what is above may serve others"
     assert {p.stat().st_mode & 0o777 for p in path.iterdir()} == {0o600}
+
+
+def test_many_try_a_root_at_the_same_time(tmp_path: Path) -> None:
+    """Of one process number, as two containers have it that share the directory."""
+
+    def probe(_: int) -> None:
+        open_store(tmp_path / "root").probe()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(probe, range(2000)))
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:

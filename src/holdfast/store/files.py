@@ -7,7 +7,7 @@ and no symbolic link is followed below it, so a hostile manifest or a swapped li
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
-2. Files are 0600, directories 0700.
+2. Files are 0600, directories 0700, also the root, where it is made here.
 3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
    :class:`CheckpointInvalid`, both with the path.
 """
@@ -103,7 +103,7 @@ class Directory(Closes):
         """
         root, name = Path(root), checked_name(name)
         with writing(root / name):
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_root(root)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(root / name, 0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -257,6 +257,14 @@ class Directory(Closes):
                 os.unlink(new.hidden, dir_fd=self.fd)
             os.close(new.fd)
         self._new = [new for new in self._new if new not in files]
+
+
+def make_root(path: Path) -> None:
+    """Make a root where it is missing, private; ``OSError`` passes.
+
+    Directories above it may serve others, too: they get what the umask says, as from ``mkdir -p -m 0700``.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def sync_directory(path: Path) -> None:

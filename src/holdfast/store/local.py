@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
 from holdfast.store.base import Closes, Put
 from holdfast.store.direct import DirectFile
-from holdfast.store.files import Directory, read_at, reading, sync_directory, write_at, writing
+from holdfast.store.files import Directory, make_root, read_at, reading, sync_directory, write_at, writing
 from holdfast.store.mapped import Mapped
 
 THREADS_MAX = 4
@@ -146,8 +147,9 @@ class LocalStore:
 
     def probe(self) -> None:
         """As :meth:`Store.probe`."""
-        probe = self.path / f".probe-{os.getpid()}"
+        # Ranks of several hosts try it at once in a directory that they share: a name of its own for each.
+        probe = self.path / f".probe-{secrets.token_hex(8)}"
         with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            probe.unlink()
+            make_root(self.path)
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.unlink(probe)
