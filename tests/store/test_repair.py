@@ -17,6 +17,7 @@ from holdfast.store.place import Url
 from holdfast.store.reader import load_locals, load_values
 from holdfast.store.repair import repair
 from holdfast.store.validity import inspect
+from tests.store.limits import halting
 from tests.store.test_damage import flip, load
 from tests.store.worlds import World, random_array, replicated, save, save_id
 
@@ -92,6 +93,25 @@ def test_any_one_damaged_file_is_made_up_for_and_rebuilt(
         assert load_values(path) == {"step": 12} and load_locals(path, 1) == {"position": 10}
         assert repair(path).rebuilt == (name,)
         assert contents(path) == before, name
+
+
+REPAIR = """
+from pathlib import Path
+from holdfast.store.repair import repair
+repair(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.processes
+def test_two_repairs_at_once_do_not_harm_each_other(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, copies=2)
+    before = contents(path)
+    flip(shards(path)[0], 4096)
+    (path / "catalogue.json").unlink()
+    with halting(REPAIR, path) as first:
+        assert len(repair(path).rebuilt) == 2
+        assert first.go_on() == (0, "")
+    assert contents(path) == before, "also no temporary file"
 
 
 def test_originals_and_shards_may_be_damaged_together(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -23,8 +25,9 @@ from holdfast.store.root import Root
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import inspect
 from holdfast.store.writer import write_share
+from tests.store.limits import halting
 from tests.store.test_damage import flip
-from tests.store.worlds import World, grid, pipeline, random_array, save, save_id
+from tests.store.worlds import World, grid, pipeline, random_array, replicated, save, save_id
 
 ARRAYS = {
     "w": random_array((40, 30), "float32", 1),
@@ -73,6 +76,61 @@ def test_merge_into_several_files_with_an_index(tmp_path: Path) -> None:
     assert set(index["weight_map"]) == set(world.arrays) and len(made) == 3
     for fqn, name in index["weight_map"].items():
         assert contents(tmp_path / "hf" / name)[fqn] == world.arrays[fqn].tobytes()
+
+
+MERGE = """
+from pathlib import Path
+from holdfast.store.tools import merge
+merge(Path(sys.argv[1]), Path(sys.argv[2]), file_size_bytes_max=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size_bytes_max", [0, 20_000])
+def test_of_two_merges_into_one_target_one_is_refused(tmp_path: Path, size_bytes_max: int) -> None:
+    worlds = [replicated(1, {"w": random_array((300, 30), "float32", seed)}) for seed in (1, 2)]
+    for world, step in zip(worlds, (1, 2), strict=True):
+        save(tmp_path / "root", world, save_id(step))
+    target = tmp_path / "target"
+    attempts = [tmp_path / "root" / save_id(step).directory() for step in (1, 2)]
+    with (
+        halting(MERGE, attempts[0], target, size_bytes_max) as first,
+        halting(MERGE, attempts[1], target, size_bytes_max) as second,
+    ):
+        ends = [first.go_on(), second.go_on()]
+    assert [code for code, _ in ends] == [0, 1]
+    assert "StoreWriteError" in ends[1][1] and "already: choose another name" in ends[1][1]
+    file = target / "model.safetensors" if size_bytes_max else target
+    assert contents(file)["w"] == worlds[0].arrays["w"].tobytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["root", "target"]
+
+
+NO_LINKS = """
+import errno, sys
+from pathlib import Path
+from holdfast.store.files import Directory
+from holdfast.store.tools import merge
+
+def refuse(event, _arguments):
+    if event == "os.link":
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+sys.addaudithook(refuse)
+merge(Path(sys.argv[1]), Path(sys.argv[2]))
+with Directory.open(Path(sys.argv[2]).parent) as directory, directory.temporary("one", "again", replace=False):
+    pass
+"""
+
+
+@pytest.mark.processes
+def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
+    """An audit hook says what FAT says: no such file system can be mounted by anybody."""
+    path, world = sharded(tmp_path)
+    command = [sys.executable, "-c", NO_LINKS, str(path), str(tmp_path / "one")]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert "StoreWriteError" in done.stderr and "one: File exists" in done.stderr
+    assert contents(tmp_path / "one") == {f: a.tobytes() for f, a in world.arrays.items()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", path.name]
 
 
 def test_merge_of_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,11 @@ _HINTS = {
     errno.EACCES: "make the directory writable, or choose another one",
     errno.EPERM: "make the directory writable, or choose another one",
     errno.ENOTDIR: "choose a directory, not a file",
+    errno.EEXIST: "something of this name is there already: choose another name",
+    errno.ENOTEMPTY: "something of this name is there already: choose another name",
 }
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without hard links answer (FAT, many that are mounted from an object store)."""
 
 
 @contextlib.contextmanager
@@ -73,6 +78,7 @@ class _New(NamedTuple):
     hidden: str
     name: str
     fd: int
+    replace: bool
 
 
 class Directory(Closes):
@@ -196,11 +202,12 @@ class Directory(Closes):
             self.sync()
 
     @contextlib.contextmanager
-    def temporary(self, name: str, owner: str, *, later: bool = False) -> Iterator[int]:
+    def temporary(self, name: str, owner: str, *, later: bool = False, replace: bool = True) -> Iterator[int]:
         """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
 
         Args:
             later: only in :meth:`publish`, together with others.
+            replace: what has this name by then; otherwise that is an error.
 
         Raises:
             StoreWriteError: it cannot be written; then the temporary file is gone.
@@ -208,7 +215,7 @@ class Directory(Closes):
         hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(self.path / name):
-            new = _New(hidden, name, os.open(hidden, flags, 0o600, dir_fd=self.fd))
+            new = _New(hidden, name, os.open(hidden, flags, 0o600, dir_fd=self.fd), replace)
         try:
             yield new.fd
         except BaseException:
@@ -231,7 +238,7 @@ class Directory(Closes):
             while self._new:
                 new = self._new[0]
                 with writing(self.path / new.name):
-                    os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                    self._appear(new)
                 os.close(self._new.pop(0).fd)
         except BaseException:
             self._drop(self._new)
@@ -250,6 +257,25 @@ class Directory(Closes):
                 sync_directory(self.path.parent)
                 self._settled = True
 
+    def _appear(self, new: _New) -> None:
+        if not new.replace and self._link(new):
+            return
+        os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def _link(self, new: _New) -> bool:
+        """Give a file its name, unless there is something of this name; False: nothing is there, rename it."""
+        try:
+            os.link(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if self.exists(new.name):  # to look first is the best that can be done there
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            return False
+        with contextlib.suppress(OSError):  # it has appeared
+            os.unlink(new.hidden, dir_fd=self.fd)
+        return True
+
     def _drop(self, files: list[_New]) -> None:
         """Forget files that did not appear."""
         for new in files:
@@ -265,6 +291,11 @@ def make_root(path: Path) -> None:
     Directories above it may serve others, too: they get what the umask says, as from ``mkdir -p -m 0700``.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def new_owner(what: str) -> str:
+    """A name that no other process has, for temporary files of a command that anybody may run at any time."""
+    return f"{what}-{secrets.token_hex(8)}"
 
 
 def sync_directory(path: Path) -> None:

@@ -25,6 +25,7 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
 from holdfast.store.base import Attempt
 from holdfast.store.codec import HEADER_SIZE_BYTES_MAX, dcp_metadata, encode_header
+from holdfast.store.files import new_owner
 from holdfast.store.manifest import FileEntry, RankManifest
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place
@@ -75,12 +76,13 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
         names = (*(plan.entry.name for plan in plans), *(name for name, _ in other))
         if dry_run or not names:
             return Repaired(names, not names)
+        owner = new_owner("repair")
         for plan in plans:
-            _rebuild(directory, index, plan)
+            _rebuild(directory, index, plan, owner)
             directory.publish()
         directory.sync()
         for name, data in other:
-            directory.write(name, data, "repair")
+            directory.write(name, data, owner)
         left = check_contents(directory, read_index(directory), THREADS)
         if left:
             raise CheckpointInvalid(f"after the repair: {left[0]}")
@@ -129,11 +131,11 @@ def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
     return bytes(head)
 
 
-def _rebuild(directory: Attempt, index: Index, plan: _Plan) -> None:
+def _rebuild(directory: Attempt, index: Index, plan: _Plan, owner: str) -> None:
     """Write one shard file again, extent by extent, each from wherever it is sound."""
     path = directory.path / plan.entry.name
     loader = Loader(directory, index, THREADS)
-    with directory.new_file(plan.entry.name, "repair", size_bytes=plan.entry.size_bytes) as put:
+    with directory.new_file(plan.entry.name, owner, size_bytes=plan.entry.size_bytes) as put:
         put(0, memoryview(plan.head))
         for stored in plan.boxes:
             record = stored.record

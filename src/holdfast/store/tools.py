@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.store.codec import encode_header
-from holdfast.store.files import TEMPORARY_PREFIX, Directory, sync_directory, write_at, writing
+from holdfast.store.files import TEMPORARY_PREFIX, Directory, new_owner, sync_directory, write_at, writing
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
 from holdfast.store.place import Place
 from holdfast.store.reader import Loader, Opened, load_catalogue, opened
@@ -80,7 +80,7 @@ def merge(
     Raises:
         UsageError: the target exists.
         CheckpointInvalid: a damaged checkpoint.
-        StoreWriteError: the output cannot be written.
+        StoreWriteError: the output cannot be written, or somebody else made the target meanwhile.
     """
     parent = parent_of_new(target)
     with opened(path) as source:
@@ -120,7 +120,9 @@ def _merge_directory(
             weights = {t.fqn: name for name, group in zip(made, groups, strict=True) for t in group}
             total = sum(t.size_bytes for t in tensors)
             listing = {"metadata": {"total_size": total}, "weight_map": weights}
-            directory.write(INDEX_NAME, msgspec.json.format(msgspec.json.encode(listing), indent=1), "merge")
+            directory.write(
+                INDEX_NAME, msgspec.json.format(msgspec.json.encode(listing), indent=1), new_owner("merge")
+            )
             made.append(INDEX_NAME)
     return made
 
@@ -145,7 +147,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     Raises:
         UsageError: see :func:`parent_of_new`.
-        StoreWriteError: it cannot be made.
+        StoreWriteError: it cannot be made, or somebody else made it meanwhile.
     """
     parent = parent_of_new(target)
     with writing(target):
@@ -154,7 +156,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         yield hidden
         with writing(target):
             sync_directory(hidden)
-            os.rename(hidden, target)
+            os.rename(hidden, target)  # replaces an empty directory at most
             sync_directory(parent)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)  # the error that is on its way matters more
@@ -171,7 +173,7 @@ def _merge_file(
     """One output file with these tensors."""
     entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
     head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
-    with directory.temporary(name, "merge") as fd:
+    with directory.temporary(name, new_owner("merge"), replace=False) as fd:
         write_at(fd, 0, memoryview(head), directory.path / name)
         for place in header.tensors:
             offset = place.start
