@@ -107,6 +107,14 @@ def test_variable_is_checked_like_the_flag(holdfast: Run, tmp_path: Path) -> Non
     refused(holdfast, tmp_path, Exit.USAGE, "run", "train.py", says="--token-file", then="openssl", env=env)
 
 
+@pytest.mark.parametrize("command", [("ckpt", "ls"), ("doctor", "--checkpoint")])
+def test_variable_of_a_bucket(holdfast: Run, tmp_path: Path, command: tuple[str, str]) -> None:
+    args, env = (*command, "s3://bucket/prefix"), {"HOLDFAST_S3_RETRY_S": "abc"}
+    refused(
+        holdfast, tmp_path, Exit.USAGE, *args, says="HOLDFAST_S3_RETRY_S=abc", then="leave it out", env=env
+    )
+
+
 def test_busy_port(holdfast: Run, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

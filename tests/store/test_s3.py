@@ -480,6 +480,14 @@ def test_a_url_is_a_place() -> None:
         os.fspath(url)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("text", ["abc", "-1", "nan", "inf", "1e9"])
+def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HOLDFAST_S3_RETRY_S", text)
+    with pytest.raises(UsageError, match=f"HOLDFAST_S3_RETRY_S={text} is no number") as caught:
+        open_store("s3://bucket/x")
+    assert "HOLDFAST_S3_RETRY_S=60" in caught.value.hint
+
+
 MEMORY = """
 import sys, resource
 import numpy as np

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 RETRY_S = 60.0
+RETRY_S_MAX = 86_400.0
 RETRY_VARIABLE = "HOLDFAST_S3_RETRY_S"
 REQUEST_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
@@ -233,6 +234,20 @@ def _configuration() -> tuple[tuple[str, str], ...]:
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k == RETRY_VARIABLE))
 
 
+def _retry_s(text: str) -> float:
+    """What the variable says. Raises: UsageError."""
+    try:
+        retry_s = float(text or RETRY_S)
+    except ValueError:
+        retry_s = -1.0
+    if not 0 <= retry_s <= RETRY_S_MAX:  # also not a number that is none
+        raise UsageError(
+            f"{RETRY_VARIABLE}={text} is no number of seconds from 0 to {RETRY_S_MAX:g}",
+            hint=f"for example {RETRY_VARIABLE}={RETRY_S:g}, or leave it out",
+        )
+    return retry_s
+
+
 @functools.lru_cache(maxsize=8)
 def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]) -> S3Store:
     try:
@@ -243,7 +258,7 @@ def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]
         ) from error
     said = dict(configuration)
     endpoint = next((said[name] for name in _ENDPOINTS if said.get(name)), "")
-    retry_s = float(said.get(RETRY_VARIABLE, RETRY_S))
+    retry_s = _retry_s(said.get(RETRY_VARIABLE, ""))
     client: ClientConfig = {
         "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
