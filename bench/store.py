@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rounds import slowest, spread
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -342,13 +343,6 @@ def private_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss_Anon:"))
 
 
-def slowest(value: float) -> float:
-    """The maximum over the ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor.item())
-
-
 def memory_of_a_save(ways: Contenders, where: Path) -> float:
     """Peak of the host memory that a first save needs beyond the state, as a share of the rank's bytes."""
     before = private_bytes(os.getpid())
@@ -394,11 +388,6 @@ def work(layout: str, reps: int, directory: Path, names: list[str]) -> None:
             + json.dumps({"layout": layout, "times": times, "memory": extra, "load": os.getloadavg()})
         )
     dist.destroy_process_group()
-
-
-def spread(values: list[float]) -> str:
-    """Minimum, median, maximum."""
-    return f"{min(values):.3f} / {statistics.median(values):.3f} / {max(values):.3f}"
 
 
 def report(result: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rounds import slowest, spread
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -237,13 +238,6 @@ FOLDERS = {
 }  # fmt: skip
 
 
-def slowest(value: float) -> float:
-    """The maximum over the ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor.item())
-
-
 def timed(ways: Contenders, folder: Path, load: Callable[[], None]) -> tuple[float, float, float]:
     """Seconds of the slowest rank cold and warm, and what was in the page cache before the cold one."""
     if ways.rank == 0:
@@ -322,11 +316,6 @@ def work(reps: int, directory: Path, names: list[str], reshards: bool) -> None:
         print("RESULT " + json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def spread(values: list[float]) -> str:
-    """Minimum, median, maximum."""
-    return f"{min(values):.3f} / {statistics.median(values):.3f} / {max(values):.3f}"
 
 
 def report(result: dict[str, Any]) -> None:

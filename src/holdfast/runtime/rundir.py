@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
+from holdfast.store.files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,18 +49,10 @@ def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
         if durable:
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def open_log(path: Path) -> int:

@@ -13,6 +13,9 @@ import msgspec
 from holdfast.errors import StateError
 
 Shape = tuple[int, ...]
+DIMENSIONS_MAX = 32
+LENGTH_MAX = 2**48
+"""Elements along one dimension, and so parts that it can be cut into."""
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -59,6 +62,11 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
     def __str__(self) -> str:
         inside = ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
         return f"[{inside}]"
+
+
+def is_shape(shape: Sequence[int]) -> bool:
+    """True when a tensor can have this shape."""
+    return len(shape) <= DIMENSIONS_MAX and all(0 <= n <= LENGTH_MAX for n in shape)
 
 
 def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from holdfast.errors import CheckpointInvalid
+from holdfast.store.box import is_shape
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Shape
 
 HEADER_SIZE_BYTES_MAX = 100_000_000
@@ -89,12 +90,12 @@ def header_size_bytes(prefix: bytes, file_size_bytes: int, where: str) -> int:
         CheckpointInvalid: the length cannot be true.
     """
     if len(prefix) < 8:
-        _refuse(where, "shorter than 8 bytes")
+        refuse(where, "shorter than 8 bytes")
     size_bytes = 8 + int(struct.unpack("<Q", prefix[:8])[0])
     if size_bytes > HEADER_SIZE_BYTES_MAX:
-        _refuse(where, f"header of {size_bytes} bytes, the limit is {HEADER_SIZE_BYTES_MAX}")
+        refuse(where, f"header of {size_bytes} bytes, the limit is {HEADER_SIZE_BYTES_MAX}")
     if size_bytes > file_size_bytes:
-        _refuse(where, f"header of {size_bytes} bytes in a file of {file_size_bytes}")
+        refuse(where, f"header of {size_bytes} bytes in a file of {file_size_bytes}")
     return size_bytes
 
 
@@ -106,26 +107,26 @@ def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
     """
     data_start = header_size_bytes(data, file_size_bytes, where)
     if len(data) < data_start:
-        _refuse(where, "truncated header")
+        refuse(where, "truncated header")
     try:
         entries = json.loads(data[8:data_start].decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        _refuse(where, f"header is not JSON with unique keys: {error}")
+        refuse(where, f"header is not JSON with unique keys: {error}")
     if not isinstance(entries, dict):
-        _refuse(where, "header is not an object")
+        refuse(where, "header is not an object")
     metadata = entries.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        _refuse(where, f"{METADATA_KEY} is not a map of text to text")
+        refuse(where, f"{METADATA_KEY} is not a map of text to text")
     tensors = [_decode_entry(fqn, entry, data_start, where) for fqn, entry in entries.items()]
     tensors.sort(key=lambda t: (t.start, t.stop))
     end = data_start
     for tensor in tensors:
         if tensor.start != end:
             rule = "overlaps the one before" if tensor.start < end else "leaves a hole before it"
-            _refuse(where, f"tensor {tensor.fqn!r} {rule}")
+            refuse(where, f"tensor {tensor.fqn!r} {rule}")
         end = tensor.stop
     if end != file_size_bytes:
-        _refuse(where, f"tensors end at byte {end}, the file at {file_size_bytes}")
+        refuse(where, f"tensors end at byte {end}, the file at {file_size_bytes}")
     return Header(tuple(tensors), metadata, data_start)
 
 
@@ -139,14 +140,14 @@ def _decode_entry(fqn: str, entry: object, data_start: int, where: str) -> Store
     try:
         parsed = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
-        _refuse(where, f"tensor {fqn!r}: {error}")
+        refuse(where, f"tensor {fqn!r}: {error}")
     if parsed.dtype not in DTYPE_SIZE_BYTES:
-        _refuse(where, f"tensor {fqn!r}: unknown dtype {parsed.dtype!r}")
-    if len(parsed.shape) > 64 or any(not 0 <= n < 2**48 for n in parsed.shape):
-        _refuse(where, f"tensor {fqn!r}: impossible shape")
+        refuse(where, f"tensor {fqn!r}: unknown dtype {parsed.dtype!r}")
+    if not is_shape(parsed.shape):
+        refuse(where, f"tensor {fqn!r}: impossible shape")
     start, stop = parsed.data_offsets
     if start < 0 or stop - start != math.prod(parsed.shape) * DTYPE_SIZE_BYTES[parsed.dtype]:
-        _refuse(where, f"tensor {fqn!r}: {stop - start} bytes do not fit {parsed.dtype} {list(parsed.shape)}")
+        refuse(where, f"tensor {fqn!r}: {stop - start} bytes do not fit {parsed.dtype} {list(parsed.shape)}")
     return StoredTensor(fqn, parsed.dtype, parsed.shape, data_start + start, data_start + stop)
 
 
@@ -157,5 +158,6 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _refuse(where: str, rule: str) -> NoReturn:
+def refuse(where: str, rule: str) -> NoReturn:
+    """Raises: CheckpointInvalid: ``where`` breaks ``rule``."""
     raise CheckpointInvalid(f"{where}: {rule}")

@@ -26,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
-from holdfast.store.box import Box, Shape
+from holdfast.store.box import LENGTH_MAX, Box, Shape
 
 DEPTH_MAX = 8
-PARTS_MAX = 2**48
 STEPS_MAX = 2**26
 
 Integers = NDArray[np.int64]
@@ -220,5 +219,5 @@ def check_cuts(cuts: Cuts) -> None:
         if len(steps) > DEPTH_MAX:
             raise StateError(f"a dimension is cut {len(steps)} times; the limit is {DEPTH_MAX}")
         for parts, index in steps:
-            if not (2 <= parts <= PARTS_MAX and 0 <= index < parts):
+            if not (2 <= parts <= LENGTH_MAX and 0 <= index < parts):
                 raise StateError(f"part {index} of {parts} is no cut")

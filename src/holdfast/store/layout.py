@@ -29,6 +29,7 @@ import xxhash
 from holdfast.core.layouts import Layout
 from holdfast.errors import StateError
 from holdfast.store import catalogue_v1
+from holdfast.store.box import DIMENSIONS_MAX, is_shape
 from holdfast.store.box import Box as Box
 from holdfast.store.box import Shape as Shape
 from holdfast.store.box import flat_range_boxes as flat_range_boxes
@@ -38,7 +39,6 @@ from holdfast.store.grid import Cell, Cuts, Grid, Held, Integers, Region, cut, w
 
 CATALOGUE_VERSION = 2
 FQN_LENGTH_MAX = 1024
-DIMENSIONS_MAX = 32
 TENSORS_MAX = 10_000_000
 DTYPE_SIZE_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -524,7 +524,7 @@ def _check_tensor(tensor: TensorEntry) -> None:
     check_name(tensor.fqn)
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
-    if len(tensor.shape) > DIMENSIONS_MAX or any(not 0 <= n < 2**48 for n in tensor.shape):
+    if not is_shape(tensor.shape):
         raise StateError(f"tensor {tensor.fqn!r}: impossible shape {list(tensor.shape)[:DIMENSIONS_MAX]}")
 
 

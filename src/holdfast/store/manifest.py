@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NoReturn
 
 import msgspec
 import xxhash
 
 from holdfast.core.ids import RUN_ID_PATTERN, SaveId
 from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.codec import refuse
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
 
 FORMAT_VERSION = 1
@@ -147,10 +147,10 @@ def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
         CheckpointInvalid: not an envelope, or the digest does not match.
     """
     if not (data.startswith(_PREFIX) and data[_BODY_START - len(_MIDDLE) : _BODY_START] == _MIDDLE):
-        _refuse(where, "not a Holdfast JSON file (truncated or foreign)")
+        refuse(where, "not a Holdfast JSON file (truncated or foreign)")
     body, digest = data[_BODY_START : -len(_SUFFIX)], data[len(_PREFIX) : len(_PREFIX) + 32]
     if not data.endswith(_SUFFIX) or xxhash.xxh3_128_hexdigest(body).encode() != digest:
-        _refuse(where, "digest does not match its content (truncated or flipped)")
+        refuse(where, "digest does not match its content (truncated or flipped)")
     return body, digest.decode()
 
 
@@ -183,59 +183,59 @@ def _decode(body: bytes, where: str) -> RankManifest:
     try:
         version = msgspec.json.decode(body, type=_Versioned).version
         if version != FORMAT_VERSION:
-            _refuse(where, f"format version {version}; this reader knows {FORMAT_VERSION}")
+            refuse(where, f"format version {version}; this reader knows {FORMAT_VERSION}")
         decoded = msgspec.json.decode(body, type=RankManifest)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: {error}") from error
     if msgspec.json.encode(decoded) != body:
-        _refuse(where, "not in canonical form (duplicate or unknown keys, or white space)")
+        refuse(where, "not in canonical form (duplicate or unknown keys, or white space)")
     return decoded
 
 
 def _check_manifest(manifest: RankManifest, where: str) -> None:
     """Rules that one manifest must keep by itself."""
     if not 0 <= manifest.rank < manifest.world <= RANK_MAX + 1:
-        _refuse(where, f"rank {manifest.rank} of {manifest.world}")
+        refuse(where, f"rank {manifest.rank} of {manifest.world}")
     if not 0 < manifest.extent_size_bytes <= EXTENT_SIZE_BYTES_MAX or manifest.extent_size_bytes % 4096:
-        _refuse(
+        refuse(
             where,
             f"extents of {manifest.extent_size_bytes} bytes; allowed: 4096 n <= {EXTENT_SIZE_BYTES_MAX}",
         )
     if manifest.copies < 1 or manifest.rank not in manifest.writers:
-        _refuse(where, "its rank is not among the writers, or it promises no copy")
+        refuse(where, "its rank is not among the writers, or it promises no copy")
     for index, entry in enumerate(manifest.files):
         if entry.name != shard_name(manifest.rank, index):
-            _refuse(where, f"file {entry.name!r} in place of {shard_name(manifest.rank, index)}")
+            refuse(where, f"file {entry.name!r} in place of {shard_name(manifest.rank, index)}")
         if not 8 < entry.header_size_bytes <= entry.size_bytes or not _HEX16.fullmatch(entry.header_digest):
-            _refuse(where, f"file {entry.name}: impossible sizes or digest")
+            refuse(where, f"file {entry.name}: impossible sizes or digest")
     ends = [entry.header_size_bytes for entry in manifest.files]
     for record in manifest.tensors:
         size_bytes = _check_record(record, manifest, where)
         if record.start != ends[record.file]:
-            _refuse(where, f"tensor {record.fqn!r} overlaps another one or leaves a hole")
+            refuse(where, f"tensor {record.fqn!r} overlaps another one or leaves a hole")
         ends[record.file] += size_bytes
     for entry, end in zip(manifest.files, ends, strict=True):
         if end != entry.size_bytes:
-            _refuse(where, f"file {entry.name}: tensors end at byte {end}, the file at {entry.size_bytes}")
+            refuse(where, f"file {entry.name}: tensors end at byte {end}, the file at {entry.size_bytes}")
 
 
 def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
     """Size in bytes of a record that keeps the rules."""
     name = f"tensor {record.fqn!r}"
     if record.dtype not in DTYPE_SIZE_BYTES:
-        _refuse(where, f"{name}: unknown dtype {record.dtype!r}")
+        refuse(where, f"{name}: unknown dtype {record.dtype!r}")
     dimensions = len(record.shape)
     if len(record.offsets) != dimensions or len(record.sizes) != dimensions:
-        _refuse(where, f"{name}: offsets, sizes and shape differ in length")
+        refuse(where, f"{name}: offsets, sizes and shape differ in length")
     if any(n < 0 for n in record.sizes) or not Box.whole(record.shape).contains(record.box):
-        _refuse(where, f"{name}: box {record.box} is outside {list(record.shape)}")
+        refuse(where, f"{name}: box {record.box} is outside {list(record.shape)}")
     if not 0 <= record.file < len(manifest.files):
-        _refuse(where, f"{name}: no file {record.file}")
+        refuse(where, f"{name}: no file {record.file}")
     size_bytes = record.size_bytes
     if len(record.digests) != -(-size_bytes // manifest.extent_size_bytes):
-        _refuse(where, f"{name}: {len(record.digests)} digests for {size_bytes} bytes")
+        refuse(where, f"{name}: {len(record.digests)} digests for {size_bytes} bytes")
     if not all(map(_HEX16.fullmatch, record.digests)):
-        _refuse(where, f"{name}: a digest is not 16 hex digits")
+        refuse(where, f"{name}: a digest is not 16 hex digits")
     return size_bytes
 
 
@@ -249,7 +249,3 @@ def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -
     return wrap(
         msgspec.json.encode(Seal(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
     )
-
-
-def _refuse(where: str, rule: str) -> NoReturn:
-    raise CheckpointInvalid(f"{where}: {rule}")

@@ -18,7 +18,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -26,9 +26,11 @@ from holdfast.adapters.torch.boxes import DTYPES
 from holdfast.adapters.torch.records import Name, Record, read_records
 from holdfast.adapters.torch.scratch import scratch_tensors
 from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.box import is_shape
+from holdfast.store.codec import refuse
 from holdfast.store.cover import uncovered
 from holdfast.store.files import Directory, read_at
-from holdfast.store.layout import DIMENSIONS_MAX, Box, Shape
+from holdfast.store.layout import Box, Shape
 
 METADATA_NAME = ".metadata"
 METADATA_SIZE_BYTES_MAX = 1024 * 1024 * 1024
@@ -152,18 +154,18 @@ def _items(metadata: Any, where: str) -> Iterator[tuple[str, Item]]:
     for index, info in fields["storage_data"].items():
         at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         if type(at["fqn"]) is not str or type(place["relative_path"]) is not str:
-            _refuse(where, "a place without a name")
+            refuse(where, "a place without a name")
         if place.get("transform_descriptors"):
-            _refuse(where, f"{at['fqn']}: its data are compressed or otherwise transformed")
+            refuse(where, f"{at['fqn']}: its data are compressed or otherwise transformed")
         offset = None if at.get("offset") is None else _size(at["offset"])
         span = (place["relative_path"], int(place["offset"]), int(place["length"]))
         if span[1] < 0 or span[2] < 0 or stored.setdefault((at["fqn"], offset), span) != span:
-            _refuse(where, f"{at['fqn']}: impossible or double place of its data")
+            refuse(where, f"{at['fqn']}: impossible or double place of its data")
     paths: Mapping[str, Any] = fields.get("planner_data") or {}
     for name, described in fields["state_dict_metadata"].items():
         path = tuple(paths.get(name, (name,)))
         if not 0 < len(path) <= DEPTH_MAX or any(type(key) not in (str, int) for key in path):
-            _refuse(where, f"{name!r}: impossible key path")
+            refuse(where, f"{name!r}: impossible key path")
         if _is(described, "BytesStorageMetadata"):
             place = _place(stored, name, None, where)
             yield name, Item(path, None, (), (Chunk(None, *place),))
@@ -181,8 +183,8 @@ def _tensor(
     named = _state(fields["properties"], "TensorProperties")[0]
     dtype = _DTYPES.get(named) if type(named) is Name else None
     shape = _size(fields["size"])
-    if dtype is None or len(shape) > DIMENSIONS_MAX or any(not 0 <= n < 2**48 for n in shape):
-        _refuse(where, f"{name}: impossible dtype or shape")
+    if dtype is None or not is_shape(shape):
+        refuse(where, f"{name}: impossible dtype or shape")
     whole = Box.whole(shape)
     boxes: list[Box] = []
     chunks: list[Chunk] = []
@@ -191,18 +193,18 @@ def _tensor(
         box = Box(_size(chunk["offsets"]), _size(chunk["sizes"]))
         fits = len(box.offsets) == len(box.sizes) == len(shape) and all(n >= 0 for n in box.sizes)
         if not fits or not whole.contains(box):
-            _refuse(where, f"{name}: chunk {box} is outside of {list(shape)}")
+            refuse(where, f"{name}: chunk {box} is outside of {list(shape)}")
         if box.numel:
             boxes.append(box)
             chunks.append(Chunk(box, *_place(stored, name, box.offsets, where)))
     try:
         missing = uncovered(shape, boxes)
     except StateError as error:
-        _refuse(where, f"{name}: {error.message}")
+        refuse(where, f"{name}: {error.message}")
     if missing:
-        _refuse(where, f"{name}: no chunk holds {missing[0]}")
+        refuse(where, f"{name}: no chunk holds {missing[0]}")
     if sum(box.numel for box in boxes) != whole.numel:
-        _refuse(where, f"{name}: its chunks overlap")
+        refuse(where, f"{name}: its chunks overlap")
     return Item(path, dtype, shape, tuple(chunks))
 
 
@@ -214,7 +216,7 @@ def _place(
 ) -> tuple[str, int, int]:
     found = stored.get((name, offset))
     if found is None:
-        _refuse(where, f"{name}: nothing says where its data at {offset} are")
+        refuse(where, f"{name}: nothing says where its data at {offset} are")
     return found
 
 
@@ -293,7 +295,3 @@ def _lists(node: Any) -> Any:
         return node
     made = {key: _lists(item) for key, item in node.items()}
     return [made[n] for n in range(len(made))] if made and made.keys() == set(range(len(made))) else made
-
-
-def _refuse(where: str, rule: str) -> NoReturn:
-    raise CheckpointInvalid(f"{where}: {rule}")
