@@ -120,38 +120,54 @@ def write_share(
     if rank not in plan.sources:
         raise StateError(f"rank {rank} is not among the writers {list(plan.sources)} of {save_id}")
     common, own = _encode_all(values, locals_)
+    groups = files_of(plan.items(rank), catalogue)
+    extent = _extent_size_bytes(groups, catalogue)
     with open_store(root).create(save_id.directory()) as directory:
         if not directory.hold():
             raise StoreWriteError(f"{directory.path} is being removed")
-        _put_catalogue(directory, catalogue, rank, form.CATALOGUE_NAME)
-        if plan.copies > 1:
-            _put_catalogue(directory, catalogue, rank, form.copy_name(form.CATALOGUE_NAME))
-        groups = files_of(plan.items(rank), catalogue)
-        extent = _extent_size_bytes(groups, catalogue)
         share = _Share(
             directory, save_id, catalogue, source, rank, extent, threads, direct and threads == 1, progress
         )
-        name = form.rank_name(rank)
-        done = directory.exists(name)
-        files, records = share.measure(groups) if done else share.write(groups)
-        manifest = RankManifest(
-            form.FORMAT_VERSION, save_id, rank, catalogue.world, catalogue.digest, plan.sources, plan.copies,
-            extent, tuple(files), tuple(records), common, own,
-        )  # fmt: skip
-        data = form.encode_manifest(manifest)
-        _put_manifest(directory, data, rank, name)
-        if done and share_damage(directory, manifest):
-            share.write(groups)
-        if plan.copies > 1:
-            _put_manifest(directory, data, rank, form.copy_name(name))
-        directory.publish()
-        there = set(directory.names())  # these are durable after the next line
-        directory.sync()
-        complete = all(form.rank_name(writer) in there for writer in plan.sources)
-        sealed = complete and _seal(directory, f"r{rank:05d}")
-    size_bytes = len(data) + sum(entry.size_bytes for entry in files)
-    names = (*(entry.name for entry in files), name)
+        size_bytes, names = _put_share(share, groups, plan, common, own)
+        sealed = _make_durable(directory, plan, rank)
     return Written(sealed, size_bytes, time.perf_counter() - started_s, names)
+
+
+def _put_share(
+    share: _Share,
+    groups: Sequence[Sequence[WriteItem]],
+    plan: Plan,
+    common: msgspec.Raw,
+    own: dict[str, msgspec.Raw],
+) -> tuple[int, tuple[str, ...]]:
+    """Catalogue, shards and manifest, with copies, or compare what is there; size in bytes and names of its files."""
+    directory, rank, name = share.directory, share.rank, form.rank_name(share.rank)
+    _put_catalogue(directory, share.catalogue, rank, form.CATALOGUE_NAME)
+    if plan.copies > 1:
+        _put_catalogue(directory, share.catalogue, rank, form.copy_name(form.CATALOGUE_NAME))
+    done = directory.exists(name)
+    files, records = share.measure(groups) if done else share.write(groups)
+    manifest = RankManifest(
+        form.FORMAT_VERSION, share.save_id, rank, share.catalogue.world, share.catalogue.digest, plan.sources,
+        plan.copies, share.extent_size_bytes, tuple(files), tuple(records), common, own,
+    )  # fmt: skip
+    data = form.encode_manifest(manifest)
+    _put_manifest(directory, data, rank, name)
+    if done and share_damage(directory, manifest):
+        share.write(groups)
+    if plan.copies > 1:
+        _put_manifest(directory, data, rank, form.copy_name(name))
+    size_bytes = len(data) + sum(entry.size_bytes for entry in files)
+    return size_bytes, (*(entry.name for entry in files), name)
+
+
+def _make_durable(directory: Attempt, plan: Plan, rank: int) -> bool:
+    """Have the share appear for good; True when it was the last one, and the checkpoint is sealed."""
+    directory.publish()
+    there = set(directory.names())  # these are durable after the next line
+    directory.sync()
+    complete = all(form.rank_name(writer) in there for writer in plan.sources)
+    return complete and _seal(directory, f"r{rank:05d}")
 
 
 def _seal(directory: Attempt, owner: str) -> bool:
@@ -191,7 +207,7 @@ class _Share:
         progress: Callable[[int], object],
     ) -> None:
         self.directory = directory
-        self.save_name = save_id.directory()
+        self.save_id = save_id
         self.catalogue = catalogue
         self.source = source
         self.rank = rank
@@ -304,7 +320,7 @@ class _Share:
     def _header(self, items: Sequence[WriteItem]) -> tuple[bytes, Header]:
         tensors = self.catalogue.by_fqn
         shapes = [(item.fqn, tensors[item.fqn].dtype, item.part.sizes) for item in items]
-        return encode_header(shapes, dcp_metadata({i.fqn: i.part for i in items}, self.save_name))
+        return encode_header(shapes, dcp_metadata({i.fqn: i.part for i in items}, self.save_id.directory()))
 
 
 def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
