@@ -11,12 +11,14 @@ memory. Appending first cuts off the torn line of a writer that died.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import xxhash
@@ -44,22 +46,14 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What a log holds.
+    """What a log holds up to its last complete line: behind that, a writer died, or writes right now.
 
-    ``size_bytes`` ends at the last complete line. ``torn_bytes`` follow it without a line end (a writer died, or
-    writes right now). ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are
-    left out of ``events``.
+    ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are left out of
+    ``events``.
     """
 
     events: list[Event]
-    size_bytes: int
-    torn_bytes: int
     damaged: list[int]
-
-    @property
-    def torn(self) -> bool:
-        """The last line is incomplete."""
-        return self.torn_bytes > 0
 
 
 def encode_line(event: Event) -> bytes:
@@ -89,9 +83,7 @@ def decode_line(line: bytes) -> Event:
 def read(path: Path) -> Reading:
     """All events up to the last complete line; an absent file is an empty log."""
     follower = Follower(path)
-    events = follower.poll()
-    size_bytes = path.stat().st_size if path.exists() else 0
-    return Reading(events, follower.offset, max(0, size_bytes - follower.offset), follower.damaged)
+    return Reading(list(follower.poll()), follower.damaged)
 
 
 class Follower:
@@ -99,56 +91,46 @@ class Follower:
 
     Args:
         path: the log; it may not exist yet.
-        offset: where to begin, at a line's start.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = offset
         self.damaged: list[int] = []
+        self._offset = 0
         self._line = 0
 
-    def poll(self) -> list[Event]:
-        """Events of the lines that were completed since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        data = data[: data.rfind(b"\n") + 1]
-        self.offset += len(data)
-        events = []
-        for line in data.splitlines():
-            self._line += 1
-            try:
-                events.append(decode_line(line))
-            except ProtocolError:
-                self.damaged.append(self._line)
-        return events
+    def poll(self) -> Iterator[Event]:
+        """Events of the lines that were completed since the last call, one after the other: a log may be long."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            while line := _whole_line(file):
+                self._offset = file.tell()
+                self._line += 1
+                try:
+                    event = decode_line(line[:-1])
+                except ProtocolError:
+                    self.damaged.append(self._line)
+                    continue
+                yield event
 
 
-def follow(path: Path, *, stop: Callable[[], bool], offset: int = 0, poll_s: float = 0.05) -> Iterator[Event]:
-    """Events as they are appended, until ``stop()`` says so (what is there by then still comes)."""
-    follower = Follower(path, offset)
-    while True:
-        last = stop()
-        yield from follower.poll()
-        if last:
-            return
-        time.sleep(poll_s)
+def _whole_line(file: BinaryIO) -> bytes:
+    """The next line; an empty one in place of one that is longer than any event, nothing when it is not complete."""
+    piece = file.readline(LINE_SIZE_BYTES_MAX)
+    too_long = False
+    while len(piece) == LINE_SIZE_BYTES_MAX and not piece.endswith(b"\n"):
+        piece, too_long = file.readline(LINE_SIZE_BYTES_MAX), True
+    if not piece.endswith(b"\n"):
+        return b""
+    return b"\n" if too_long else piece
 
 
 class Journal:
-    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each.
-
-    ``repaired_bytes`` counts what was cut off because its writer died.
-    """
+    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each."""
 
     def __init__(self, path: Path, who: str, fd: int) -> None:
         self.path = path
         self.who = who
-        self.repaired_bytes = 0
         self._fd = fd
         self._end = -1  # offset up to which ``_seq`` is known
         self._seq = 0
@@ -196,7 +178,9 @@ class Journal:
             written = os.write(self._fd, line)
             if written != len(line):
                 raise OSError(
-                    28, f"only {written} of {len(line)} bytes of an event were written", str(self.path)
+                    errno.ENOSPC,
+                    f"only {written} of {len(line)} bytes of an event were written",
+                    str(self.path),
                 )
         except OSError:
             os.ftruncate(self._fd, self._end)
@@ -216,7 +200,6 @@ class Journal:
                 break
             back_bytes *= 4
         if whole < len(tail):
-            self.repaired_bytes += len(tail) - whole
             os.ftruncate(self._fd, start + whole)
         self._end = start + whole
         self._seq = _last_seq(tail[:whole]) or 0
