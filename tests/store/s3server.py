@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -113,12 +114,8 @@ class Proxy:
 
     def up(self) -> None:
         """Listen."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self.port))
-        listener.listen(64)
-        self._listener = listener
-        self._start(self._accept, listener)
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self._start(self._accept, self._listener)
 
     def down(self) -> None:
         """Cut every connection and listen no more."""
@@ -128,6 +125,14 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
         if listener:
             listener.close()
+
+    def turn_away(self) -> None:
+        """While it is down: return when a client has come in vain."""
+        with socket.create_server(("127.0.0.1", self.port)) as listener:
+            listener.settimeout(START_S)
+            client, _ = listener.accept()
+            with client:  # reset, not closed in order
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _start(self, target: object, *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -329,26 +331,29 @@ def test_a_killed_writer_process_is_replaced(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         with BackgroundSaver(told) as saver:
             shares = plan(catalogue, frozenset({0}))
-            saver.save(bucket, save_id(1), catalogue, shares, 0, world.state(0), {}, {0: {}})
-            in_the_middle(proxy, lambda: os.kill(saver.writer_pid, signal.SIGKILL)).join()
+            with in_the_middle(proxy, lambda: os.kill(saver.writer_pid, signal.SIGKILL)):
+                saver.save(bucket, save_id(1), catalogue, shares, 0, world.state(0), {}, {0: {}})
             assert not done.is_set() and done.wait(60)
         assert [isinstance(result, Written) and result.sealed for result in results] == [True]
         check(world, resolve(bucket))
 
 
-def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> threading.Thread:
-    """Do something when one part and a bit has gone up."""
+@contextlib.contextmanager
+def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> Iterator[None]:
+    """Do something when one part and a bit of what the block sends has gone up; an error when it never did."""
     goal = proxy.passed_size_bytes + PART_SIZE_BYTES * 9 // 8
 
     def wait() -> None:
         deadline_s = time.monotonic() + 60
-        while proxy.passed_size_bytes < goal and time.monotonic() < deadline_s:
+        while proxy.passed_size_bytes < goal:
+            assert time.monotonic() < deadline_s, "so much was never sent"
             time.sleep(0.002)
         action()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    with ThreadPoolExecutor(1) as pool:
+        acted = pool.submit(wait)
+        yield
+        acted.result()
 
 
 def test_a_server_that_goes_away_and_comes_back(
@@ -361,19 +366,17 @@ def test_a_server_that_goes_away_and_comes_back(
 
         def blink() -> None:
             proxy.down()
-            time.sleep(0.5)
+            proxy.turn_away()
             proxy.up()
 
-        thread = in_the_middle(proxy, blink)
-        save(bucket, large(1), save_id(1))
-        thread.join()
+        with in_the_middle(proxy, blink):
+            save(bucket, large(1), save_id(1))
         assert Root(bucket).newest_valid(deep=True).require().step == 1
 
         monkeypatch.setenv("HOLDFAST_S3_RETRY_S", "0.5")
-        thread = in_the_middle(proxy, proxy.down)
-        with pytest.raises(StoreWriteError, match=r"cannot write s3://.*retries") as caught:
-            save(bucket, large(2), save_id(2))
-        thread.join()
+        with in_the_middle(proxy, proxy.down):
+            with pytest.raises(StoreWriteError, match=r"cannot write s3://.*retries") as caught:
+                save(bucket, large(2), save_id(2))
         assert "AWS_ENDPOINT_URL" in caught.value.hint
         for ask in (Root(bucket).list, lambda: inspect(bucket / "x")):
             with pytest.raises(StoreUnreachable):
