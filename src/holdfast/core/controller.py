@@ -123,6 +123,8 @@ class Controller:
                 self.fleet.worker_hello(now, event)
             case _:
                 self._from_worker(now, event)
+        if self.recovery.phase in ("idle", "starting", "resuming"):
+            self.ending.release()
         return self.job.take()
 
     def check(self) -> None:
@@ -160,7 +162,7 @@ class Controller:
                 self.ending.agreed(event.step)
             case Finished():
                 self.ending.finished(member, event)
-                self._settle_down(now)
+                self.recovery.progress(now)
             case CopiesDiffer():
                 self.corruption.differ(now, member, event)
             case Vouched():
@@ -189,7 +191,7 @@ class Controller:
             case StepReached():
                 member.reached = True
                 member.state, member.step = "ready", event.step
-                self._settle_down(now)
+                self.recovery.progress(now)
 
     def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
         job = self.job
@@ -259,12 +261,6 @@ class Controller:
             job.sealed_step = max(job.sealed_step, save_id.step)
             job.record("sealed", step=save_id.step, save_kind=save_id.kind, directory=save_id.directory())
         self.recovery.save_reported(now, member, event)
-
-    def _settle_down(self, now: float) -> None:
-        """Someone reached a step or finished: the recovery may be over, or the run."""
-        self.recovery.progress(now)
-        if self.recovery.phase in ("idle", "starting", "resuming"):
-            self.ending.release()
 
     def _tick(self, now: float, name: str) -> None:
         if name == "exit":

@@ -6,7 +6,8 @@ matters for the report and for the kill only: what a wrong weight did to the gra
 nothing that lives is trusted any more. The job goes back to a state that was compared, and computes again.
 
 Invariants:
-1. From the first report on, no state of the living is saved or given away, until all workers have started again.
+1. From the first report on, no state of the living or in memory is used, until new workers all stand at one that
+   was compared.
 2. A rank is killed for it only when a majority of the holders of one place agrees against it.
 """
 
@@ -103,7 +104,8 @@ class Corruption:
         """This machine's timer; False when the name is another one."""
         if name != "copies":
             return False
-        self._judge(now)
+        if self._generation == self.job.roster.generation:  # else it is about workers that are gone
+            self._judge(now)
         return True
 
     def _judge(self, now: float) -> None:

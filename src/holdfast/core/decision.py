@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,12 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[int, ...]
     sound: bool  # every living rank stands there or can be brought there
     evidence: tuple[str, ...]
+
+
+def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
+    """True when ``rank`` is one of ``ranks``, which are sorted: a job may have many."""
+    place = bisect_left(ranks, rank)
+    return place < len(ranks) and ranks[place] == rank
 
 
 def committed_floor(report: Report) -> int | None:

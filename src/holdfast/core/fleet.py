@@ -183,22 +183,28 @@ class Fleet:
             "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
         )
         self.recovery.adopt(now)
+        blamed = [
+            (m, m.exited)
+            for m in dead
+            if m.exited and m.failed is None and not self.ending.is_expected(m, m.exited)
+        ]
         if not roster.living and (job.released or all(m.finished for m in roster.members)):
             job.released = True
             self.ending.exited()
-        elif dead:
-            for member in dead:
-                if member.exited is not None and member.failed is None:
-                    self._blame(now, member, member.exited)
-        elif fenced:
+        elif blamed:
+            for member, exited in blamed:
+                self._blame(now, member, exited)
+        elif fenced and self.recovery.phase != "fencing":
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
         else:
             for member in roster.living:
                 self.recovery.remind(member)
                 self.ending.remind(member)
-            if all(m.finished for m in roster.members):
-                self.ending.release()
+            if dead:
+                self.ending.exited()
+        if not job.ended:
+            self.recovery.progress(now)  # a fault that was told meanwhile waited for these lists
 
     # ---------------------------------------------------------------- processes
 
@@ -340,9 +346,9 @@ class Fleet:
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
         if not job.roster.members or self.recovery.phase == "waiting":
-            saved = job.session and 0 <= job.step <= job.sealed_step
             why = f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run"
-            job.finish(Exit.REQUEUE if saved else Exit.FAILED, why)
+            known = job.sealed_step >= 0 or job.base_step > 0
+            job.finish(Exit.REQUEUE if known else Exit.UNSAVED if job.roster.members else Exit.FAILED, why)
             return
         if self.adopting:
             self.adopting = False

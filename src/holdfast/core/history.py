@@ -48,7 +48,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     exit_source: str = ""
     agreed_step: int | None = None
     released: bool = False
-    unequal: str = ""  # copies of the state differed, and the workers have not started again since
+    unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
     answered: tuple[Answered, ...] = ()
 
     @staticmethod
@@ -102,7 +102,6 @@ def _started(past: Past, data: Data) -> Changes:
         "started": generation,
         "attempts": _int(data, "attempt") + 1,
         "opened": False,
-        "unequal": "",
         "released": False,
     }
 
@@ -120,6 +119,8 @@ def _planned(past: Past, data: Data) -> Changes:
 
 
 def _verdict(past: Past, data: Data) -> Changes:
+    if not data.get("counts", True):
+        return {}
     digest, at_s = data["digest"], data["at_s"]
     assert isinstance(at_s, int | float), data
     failures = ((str(digest), _int(data, "failed_step"), _int(data, "attempt")),) if digest else ()
@@ -132,6 +133,7 @@ def _opened(past: Past, data: Data) -> Changes:
     return {
         "session": True,
         "opened": True,
+        "unequal": "",
         "base_step": step,
         "step": step,
         "sealed_step": min(past.sealed_step, step),

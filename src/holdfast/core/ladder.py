@@ -82,7 +82,13 @@ class Grow(Rung, frozen=True):
         if not case.savable:
             return case.unsavable()
         reason = f"{case.situation.room}: all workers start again there"
-        return Verdict(action="restart_last_gasp", reason=reason, evidence=case.failures, save=True)
+        return Verdict(
+            action="restart_last_gasp",
+            reason=reason,
+            evidence=case.failures,
+            save=True,
+            counts=bool(case.situation.causes),
+        )
 
 
 class Retry(Rung, frozen=True):
@@ -402,7 +408,7 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
         return Verdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
-    if stop is not None:
+    if stop is not None and (situation.causes or not situation.room):  # a node that comes is no fault
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
     refused: list[str] = []

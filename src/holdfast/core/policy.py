@@ -117,6 +117,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     save: bool = False
     memory_step: int = -1  # the step of the states in memory that are used
     rung: str = ""  # of the ladder; empty: the run stops
+    counts: bool = True  # against the budget: it answers a fault
     refused: tuple[str, ...] = ()  # why the rungs before it were not taken
 
     @property

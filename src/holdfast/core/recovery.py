@@ -20,12 +20,11 @@ Invariants:
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Literal
 
 import msgspec
 
-from holdfast.core.decision import Decided, decide
+from holdfast.core.decision import Decided, decide, stands_in
 from holdfast.core.fault import Fault, FaultKind, Seen
 from holdfast.core.gasp import Gasp
 from holdfast.core.ids import NodeId, memory_name
@@ -52,13 +51,6 @@ from holdfast.core.sightings import Vouched
 from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
-
-
-def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
-    """True when ``rank`` is one of ``ranks``, which are sorted: a job may have many."""
-    place = bisect_left(ranks, rank)
-    return place < len(ranks) and ranks[place] == rank
-
 
 IN_PLACE = ("retrying", "replacing", "resuming")
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
@@ -170,6 +162,7 @@ class Recovery:
         self._all_opened = True
         if self.phase in ("retrying", "replacing", "saving", "leaving"):
             return  # said before the decision, heard after it: the decision knows better
+        job.unequal = ""  # all stand at a state that was compared
         lost = max(0, job.step - min(steps))
         for fault in self.faults:
             fault.steps_lost = lost
@@ -259,11 +252,13 @@ class Recovery:
 
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
-        self.gasp.writing.discard(member.rank)
         for fault in self.faults:
             if fault.member_id == member.member_id and member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail
-        self.progress(now)
+        if self.phase == "saving" and member.rank in self.gasp.writing | self.unvouched:
+            self.fence(now, f"rank {member.rank} is gone, its share of the save is not written")
+        else:
+            self.progress(now)
 
     def tick(self, now: float, name: str) -> None:
         """One of this machine's timers."""
@@ -409,13 +404,15 @@ class Recovery:
             refused=list(verdict.refused),
             step=job.step,
             memory_step=verdict.memory_step,
+            counts=verdict.counts,
             at_s=now,
             digest=failure.digest if failure else "",
             failed_step=failure.step if failure else 0,
             attempt=failure.attempt if failure else 0,
         )
         failures = ((failure.digest, failure.step, failure.attempt),) if failure else ()
-        job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
+        if verdict.counts:
+            job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
         self._act(now, verdict, decided)
 
     # ---------------------------------------------------------------- planned -> restored
@@ -572,7 +569,6 @@ class Recovery:
         self._in_place = False
         self._all_opened = False
         self._reports = {}
-        self.job.unequal = ""
         self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no nodes")

@@ -114,10 +114,9 @@ class Checks:
             self._verdict(record)
         elif record.kind == "session_opened":
             self._opened(record)
+            self.distrusted = False
         elif record.kind == "copies_differ":
             self.distrusted = True
-        elif record.kind == "generation_started" and not record.data["in_place"]:
-            self.distrusted = False
 
     def goes_up(self, message: Message) -> None:
         """An agent tells the controller something: never of a spare, which is nobody until it is called."""
