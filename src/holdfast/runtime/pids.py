@@ -1,11 +1,15 @@
-"""What ``/proc`` says of a process by its number, which may be somebody else's by now."""
+"""Processes by their number, which may be somebody else's by now: what ``/proc`` says of one, and how to kill ours."""
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 _EXITING = 0x4  # PF_EXITING of the kernel
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the number is free, or that of a thread
 
 
 def alive(pid: int) -> bool:
@@ -28,10 +32,7 @@ def start_ticks(pid: int) -> int:
 
 def serves(pid: int, module: str, directory: Path) -> bool:
     """``pid`` was started as this module (``python -m``) for this run directory."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    words = command(pid)
     return module.encode() in words and str(directory).encode() in words
 
 
@@ -44,6 +45,47 @@ def ending(pid: int) -> int | None:
     if not fields or not int(fields[6]) & _EXITING:
         return None
     return os.waitstatus_to_exitcode(int(fields[49])) or None
+
+
+def command(pid: int) -> list[bytes]:
+    """The words of the command line of ``pid``; empty when there is no such process, or nobody may know."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def pidfd(pid: int) -> int:
+    """A descriptor of the process ``pid``, for the caller to close; -1 when there is none.
+
+    Raises:
+        OSError: this process has no descriptor left.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
+        return -1
+
+
+def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
+    """SIGKILL ``pid`` if ``ours`` says so of it; True when it got the signal.
+
+    The process is held first: should it end and its number be given to another one, the other one gets nothing.
+    """
+    fd = pidfd(pid)
+    if fd < 0:
+        return False
+    try:
+        if not ours(pid):
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        return True
+    except ProcessLookupError:  # it has ended meanwhile
+        return False
+    finally:
+        os.close(fd)
 
 
 def _stat(pid: int) -> list[str]:

@@ -30,7 +30,7 @@ from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
-from holdfast.runtime.pids import ending
+from holdfast.runtime.pids import command, ending, kill_if, pidfd
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
@@ -266,10 +266,8 @@ class Processes:
 
     def refuse(self, member_id: MemberId, pid: int) -> None:
         """Kill a process whose member was told as exited before anybody heard of it."""
-        if belongs(pid, self._run):
+        if kill_if(pid, lambda pid: belongs(pid, self._run)):
             self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -339,17 +337,13 @@ class Processes:
         """Watch a process that exists (or just ended)."""
         if member_id in self.living:
             return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            pidfd = -1
-        life = self.living[member_id] = Life(member_id, pid, pidfd, child)
+        life = self.living[member_id] = Life(member_id, pid, pidfd(pid), child)
         if member_id in self._asked:
             self._asked[member_id] = None
         self._on_started(member_id, pid)
         loop = asyncio.get_running_loop()
-        if pidfd >= 0:
-            loop.add_reader(pidfd, self._died, life)
+        if life.pidfd >= 0:
+            loop.add_reader(life.pidfd, self._died, life)
         else:
             loop.call_soon(self._died, life)
 
@@ -427,8 +421,8 @@ class Processes:
         if process is not None:
             process.kill()
             await self._reap_zygote()
-        elif belongs(pid, self._run):
-            os.kill(pid, signal.SIGKILL)
+        else:
+            kill_if(pid, lambda pid: belongs(pid, self._run))
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
 
     async def _reap_zygote(self) -> None:
@@ -502,8 +496,7 @@ def dismiss_spares(run: RunDir) -> None:
     """Kill the spares of an agent that is gone, should one of them not have left by itself."""
     for page in each_page(run.pages(), SPARE_PAGE):
         pid = page[Word.PID]
-        if pid and belongs(pid, run):
-            os.kill(pid, signal.SIGKILL)
+        if kill_if(pid, lambda pid: belongs(pid, run)):
             kill_group(pid)
     for path in run.pages().glob(f"{SPARE_PAGE}*"):
         path.unlink(missing_ok=True)
@@ -511,21 +504,20 @@ def dismiss_spares(run: RunDir) -> None:
 
 async def wait_gone(pid: int, timeout_s: float) -> None:
     """Return when process ``pid`` is gone, or after ``timeout_s``."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
+    fd = pidfd(pid)
+    if fd < 0:
         return
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
-    loop.add_reader(pidfd, gone.set)
+    loop.add_reader(fd, gone.set)
     try:
         async with asyncio.timeout(timeout_s):
             await gone.wait()
     except TimeoutError:
         return
     finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def _signal(life: Life, number: signal.Signals) -> None:
@@ -556,15 +548,7 @@ def processes(run: RunDir) -> Iterator[int]:
 
 def writers(run: RunDir) -> list[int]:
     """Processes that still write a checkpoint for a worker of this run, dead or alive (``store/writerd.py``)."""
-    found = []
-    for pid in processes(run):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        if WRITER_MODULE in command:
-            found.append(pid)
-    return found
+    return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
 
 
 async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
@@ -577,12 +561,5 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
 
 def sweep(run: RunDir) -> list[int]:
     """SIGKILL all other processes of this run; returns the pids."""
-    killed = []
-    for pid in processes(run):
-        try:
-            if pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-        except ProcessLookupError:
-            continue
-    return killed
+    others = (pid for pid in processes(run) if pid != os.getpid())
+    return [pid for pid in others if kill_if(pid, lambda pid: belongs(pid, run))]

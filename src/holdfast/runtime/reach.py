@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from holdfast.core.messages import (
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
-from holdfast.runtime.pids import serves
+from holdfast.runtime.pids import kill_if, serves
 from holdfast.runtime.procs import wait_gone
 from holdfast.runtime.rundir import Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
@@ -110,8 +109,7 @@ class ControllerLink:
         """Whatever controller this node runs: its time is over."""
         endpoint = self._run.read_endpoint("controller")
         for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
-            if pid and serves(pid, MODULE, self._run.path):
-                os.kill(pid, signal.SIGKILL)
+            kill_if(pid, lambda pid: serves(pid, MODULE, self._run.path))
         if self._process is not None:
             self._process.kill()
             self._process.wait()
