@@ -22,7 +22,7 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import InternalError
 from holdfast.journal import Journal
-from holdfast.runtime.driver import Driver
+from holdfast.runtime.driver import Driver, watched
 
 BEAT = AgentBeat(node_id=NodeId("n"))
 
@@ -131,3 +131,11 @@ def test_a_broken_machine_executor_or_callback_is_a_failure(tmp_path: Path) -> N
         asyncio.get_running_loop().call_soon(lambda: 1 // 0)
 
     assert isinstance(run(tmp_path / "c", Script(), later, explode), ZeroDivisionError)
+
+    async def work() -> None:
+        raise OSError("no space left")
+
+    def beside(driver: Driver) -> None:
+        watched(work(), driver.fail)
+
+    assert isinstance(run(tmp_path / "d", Script(), beside, explode), OSError)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.runs import LOOP, Run, exists, until
+from tests.runtime.runs import BOUND_S, LOOP, Run, exists, until
 
 pytestmark = pytest.mark.processes
 
@@ -51,6 +51,44 @@ def test_a_killed_controller_is_replaced_and_disturbs_nobody(tmp_path: Path) -> 
         assert run.wait() == 0
         assert len(run.events("generation_started")) == 1 and len(pids) == 4
         assert run.nothing_left()
+
+
+def test_a_controller_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("200",)) as run:
+        run.start()
+        run.pids()
+        log = run.dir.path / "controller.log"
+        log.rename(log.with_name("controller.log.before"))
+        log.mkdir()
+        os.kill(int(run.wait_event("controller_started").data["pid"]), signal.SIGKILL)
+        assert "controller.log" in str(run.wait_event("controller_unreachable", 2).data["error"])
+        log.rmdir()
+        run.wait_event("controller_started", 2)
+        assert run.wait() == 0 and len(run.events("generation_started")) == 1
+        assert run.nothing_left()
+
+
+WRITER = "import sys; sys.stdin.read()"
+
+
+def test_workers_that_cannot_be_started_after_a_writer_has_ended_end_the_agent(tmp_path: Path) -> None:
+    with Run(tmp_path, args=("60",), zygote=False) as run:
+        first = run.start()
+        pids = run.pids()
+        run.wait_log("rank 2", rank=2)
+        env = {**os.environ, "HOLDFAST_RUN_DIR": str(run.dir.path)}
+        words = [sys.executable, "-c", WRITER, "holdfast.store.writerd"]
+        with subprocess.Popen(words, env=env, stdin=subprocess.PIPE) as writer:
+            in_the_way = run.dir.path / "attempt-001"
+            in_the_way.touch()
+            os.kill(pids[2], signal.SIGKILL)
+            run.wait_event("generation_started", 2)
+            writer.communicate()
+        assert "attempt-001" in str(run.wait_event("agent_broken").data["error"])
+        assert first.wait(BOUND_S) != 0
+        in_the_way.unlink()
+        run.start()
+        assert run.wait() == 0 and run.nothing_left()
 
 
 def test_a_successor_agent_adopts_the_living_workers(tmp_path: Path) -> None:

@@ -56,8 +56,14 @@ class Node:
         self.journal = Journal.open(self.run.journal, "test")
         self.started: dict[int, int] = {}
         self.exited: list[tuple[int, int, int | None]] = []  # member, pid, signal
+        self.failures: list[BaseException] = []
         self.procs = Processes(
-            self.run, self.settings, self.journal, on_started=self._started, on_exited=self._exited
+            self.run,
+            self.settings,
+            self.journal,
+            on_started=self._started,
+            on_exited=self._exited,
+            fail=self.failures.append,
         )
 
     def _started(self, member_id: MemberId, pid: int) -> None:
@@ -114,6 +120,7 @@ async def running(where: Path, *preload: str) -> AsyncIterator[Node]:
         yield node
         async with asyncio.timeout(BOUND_S):
             await node.procs.end(kill=True)
+        assert not node.failures
     finally:
         sweep(node.run)
         node.run.remove_pages()

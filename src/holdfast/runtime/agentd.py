@@ -53,7 +53,7 @@ from holdfast.runtime.buddy import Buddies
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import Council
 from holdfast.runtime.death import read_death
-from holdfast.runtime.driver import Driver
+from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.keys import Keys
 from holdfast.runtime.page import each_page
@@ -103,7 +103,12 @@ class AgentDaemon:
         config = agent_config(self._settings)
         self._driver = Driver(Agent(config), self._journal, self._execute)
         self._procs = Processes(
-            run, self._settings, self._journal, on_started=self._started, on_exited=self._gone
+            run,
+            self._settings,
+            self._journal,
+            on_started=self._started,
+            on_exited=self._gone,
+            fail=self._driver.fail,
         )
         self._watcher = Watcher(
             run, self._node_id, self._settings.limits(), self._procs.living, self._driver.post
@@ -145,8 +150,7 @@ class AgentDaemon:
         self._adopt()
         self._begin_memory()
         self._council.begin()
-        watching = asyncio.create_task(self._watcher.watch())
-        watching.add_done_callback(self._watched)
+        watching = watched(self._watcher.watch(), self._driver.fail)
         ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for failure in (self._driver.failure, self._council.failure):
@@ -175,11 +179,7 @@ class AgentDaemon:
             lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
             self._driver.post,
         )
-        peers.memory_port = self._buddies.begin(self._settings.bind, self._watched)
-
-    def _watched(self, watching: asyncio.Task[None]) -> None:
-        if not watching.cancelled() and (error := watching.exception()) is not None:
-            self._driver.fail(error)
+        peers.memory_port = self._buddies.begin(self._settings.bind, self._driver.fail)
 
     async def _end(self, server: asyncio.Server) -> None:
         """Leave nothing behind: processes, pages, endpoints."""
@@ -398,7 +398,7 @@ class AgentDaemon:
             if message.resume or message.join or not writers(self._run):
                 self._start(message)
             else:
-                self._waiting = asyncio.get_running_loop().create_task(self._start_when_written(message))
+                self._waiting = watched(self._start_when_written(message), self._driver.fail)
         elif isinstance(message, KillMember):
             self._procs.kill(message.member_id, message.grace_s)
         elif isinstance(message, Gather):

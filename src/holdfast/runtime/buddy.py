@@ -26,6 +26,7 @@ from holdfast.core.messages import Held
 from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
 from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.driver import watched
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.serving import AnswerServer
@@ -213,11 +214,10 @@ class Buddies:
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, host: str, on_end: Callable[[asyncio.Task[None]], None]) -> int:
-        """Take states from others at the returned port, and begin to give; ``on_end`` hears how that ended."""
+    def begin(self, host: str, fail: Callable[[BaseException], None]) -> int:
+        """Take states from others at the returned port, and begin to give; ``fail`` gets what ends that."""
         port = self._server.start(host)
-        self._task = self._loop.create_task(self._run())
-        self._task.add_done_callback(on_end)
+        self._task = watched(self._run(), fail)
         return port
 
     def close(self) -> None:

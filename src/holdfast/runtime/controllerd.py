@@ -8,6 +8,7 @@ mirrored to the logs of the other nodes before what acts on them goes out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -45,7 +46,7 @@ from holdfast.exits import Exit
 from holdfast.journal import Event, Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import line_of, load_kept
-from holdfast.runtime.driver import Driver
+from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.store.complete import catalogue_of
@@ -69,6 +70,14 @@ def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
         return plan(catalogue, frozenset(sources)).why_incomplete()
     except StateError as error:
         return error.message
+
+
+def is_there(probe: Path) -> bool:
+    """This node sees ``probe``; it does not where it may not look, or while the storage does not answer."""
+    try:
+        return probe.exists()
+    except OSError:
+        return False
 
 
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
@@ -158,10 +167,10 @@ class ControllerDaemon:
         self._driver.start()
         server, port = await hub.listen(self._settings.bind)
         self._run.write_endpoint("controller", self._settings.bind, port, self._term)
-        beats = asyncio.create_task(self._beat(hub))
-        alone = asyncio.create_task(self._left_alone())
+        beats = watched(self._beat(hub), self._driver.fail)
+        alone = watched(self._left_alone(), self._driver.fail)
         await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)
-        if alone.done():
+        if alone.done() and not self._driver.failure.done():
             log.append("controller_left", {"reason": f"no agent for {LONELY_S:g} s"}, durable=True)
         alone.cancel()
         beats.cancel()
@@ -203,8 +212,9 @@ class ControllerDaemon:
 
     def _show(self, line: Mirror) -> None:
         self._lines.append(line)
-        if line.kind == "session_opened" and self._probing is None:
-            self._probing = asyncio.create_task(self._check_shared(msgspec.json.decode(line.data)["root"]))
+        if line.kind == "session_opened" and self._probing is None and self._driver is not None:
+            root = msgspec.json.decode(line.data)["root"]
+            self._probing = watched(self._check_shared(root), self._driver.fail)
         for channel in self._mirrors:
             channel.send(line)
 
@@ -215,14 +225,15 @@ class ControllerDaemon:
         settings, names = self._settings, {str(node) for node in self._homes.values()}
         probes = {node: probe_path(root, settings.job_id, node) for node in names}
         deadline = time.monotonic() + PROBE_S
-        while missing := [node for node, probe in sorted(probes.items()) if not probe.exists()]:
+        while missing := [node for node, probe in sorted(probes.items()) if not is_there(probe)]:
             if time.monotonic() > deadline:
                 assert self._log is not None
                 self._log.append("root_not_shared", {"root": root, "nodes": missing})
                 return
             await asyncio.sleep(BEAT_S)
         for probe in probes.values():
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it hides nothing: its name is that of this run
+                probe.unlink()
 
     async def _beat(self, hub: Hub[WireMessage]) -> None:
         while True:

@@ -45,7 +45,7 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.journal import Journal
-from holdfast.runtime.driver import Driver
+from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.peers import Peers
 from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import Endpoint, RunDir, write_private
@@ -125,12 +125,18 @@ class Council:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s)
+        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail)
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
             self.peers = Peers(
-                run, settings, journal, on_message=self._heard, on_here=self._here, on_refused=on_end
+                run,
+                settings,
+                journal,
+                on_message=self._heard,
+                on_here=self._here,
+                on_refused=on_end,
+                fail=self._driver.fail,
             )
 
     @property
@@ -284,14 +290,9 @@ class Council:
         self._driver.post(WitnessSaid(number=claim.number, voters=voters))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = watched(work, self._driver.fail)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._driver.fail(error)
+        task.add_done_callback(self._tasks.discard)
 
 
 def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:

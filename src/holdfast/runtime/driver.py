@@ -5,12 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from holdfast.core.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
 from holdfast.errors import InternalError
 from holdfast.journal import Journal
+
+
+def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> asyncio.Task[None]:
+    """``work`` as a task; ``fail`` gets what it raises, which nobody would see before the task is awaited, if ever."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            fail(error)
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(ended)
+    return task
 
 
 class Machine(Protocol):

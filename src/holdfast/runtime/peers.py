@@ -19,6 +19,7 @@ from holdfast.core.ids import NodeId
 from holdfast.errors import AuthError, ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.driver import watched
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.settings import RunSettings
 from holdfast.wire import Codec
@@ -36,6 +37,7 @@ class Peers:
         on_message: (node, message), in order per line.
         on_here: a line to this node is up.
         on_refused: this agent does not belong to the job, and why.
+        fail: gets the exception that ended the dialling.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Peers:
         on_message: Callable[[NodeId, PeerMessage], None],
         on_here: Callable[[NodeId], None],
         on_refused: Callable[[str], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self.me = NodeId(settings.node)
         self.job = settings.job
@@ -57,6 +60,7 @@ class Peers:
         self._on_message = on_message
         self._on_here = on_here
         self._on_refused = on_refused
+        self._fail = fail
         self._home = str(run.path)
         self.memory_port = 0  # where this agent takes and gives states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
@@ -97,7 +101,7 @@ class Peers:
 
     def begin(self) -> None:
         """Dial until everybody who is known has a line."""
-        self._task = asyncio.create_task(self._dial())
+        self._task = watched(self._dial(), self._fail)
 
     def name_job(self, job: str) -> None:
         """The founder: from now on the job has a name, and whoever is here learns it."""

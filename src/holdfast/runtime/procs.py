@@ -28,6 +28,7 @@ from holdfast.core.spares import ANY_RANK
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.driver import watched
 from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import command, ending, kill_if, pidfd
@@ -79,6 +80,7 @@ class Processes:
         on_started: (member, pid).
         on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed. The pid is 0
             when there was none that anybody knows of.
+        fail: gets an exception that nothing else hears of; the agent ends with it.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Processes:
         *,
         on_started: Callable[[MemberId, int], None],
         on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self.living: dict[MemberId, Life] = {}
         self._fading: dict[int, Life] = {}  # by pid: told as exited, but the kernel is not done with them
@@ -97,6 +100,7 @@ class Processes:
         self._journal = journal
         self._on_started = on_started
         self._on_exited = on_exited
+        self._fail = fail
         # Spawn sent, no answer yet; None: it was killed meanwhile, or has said hello itself.
         self._asked: dict[MemberId, Order | None] = {}
         self._waiting: list[Order] = []  # for the zygote
@@ -125,7 +129,7 @@ class Processes:
     def want_zygote(self) -> None:
         """Connect to the zygote of this run, or start one, unless there is one or that is under way."""
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
-            self._connecting = asyncio.get_running_loop().create_task(self._reach_zygote())
+            self._connecting = watched(self._reach_zygote(), self._fail)
 
     async def _reach_zygote(self) -> None:
         try:

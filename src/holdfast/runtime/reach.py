@@ -17,11 +17,13 @@ from holdfast.core.messages import (
     ControllerBeat,
     ControllerGone,
     ControllerHere,
+    Field,
     Message,
 )
 from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.driver import watched
 from holdfast.runtime.pids import kill_if, serves
 from holdfast.runtime.procs import wait_gone
 from holdfast.runtime.rundir import Endpoint, RunDir, open_log
@@ -31,6 +33,7 @@ MODULE = "holdfast.runtime.controllerd"
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02
+SPAWN_AGAIN_S = 0.5  # a full disk or a full table of processes is not over at once
 END_WAIT_S = 5.0
 
 
@@ -39,15 +42,23 @@ class ControllerLink:
 
     Args:
         silent_s: a controller that says nothing for so long is gone.
+        fail: gets an exception that nothing else hears of.
     """
 
     def __init__(
-        self, run: RunDir, journal: Journal, post: Callable[[Message], None], *, silent_s: float
+        self,
+        run: RunDir,
+        journal: Journal,
+        post: Callable[[Message], None],
+        *,
+        silent_s: float,
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._run = run
         self._journal = journal
         self._post = post
         self._silent_s = silent_s
+        self._fail = fail
         self._heard_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of a controller on this node
@@ -125,7 +136,7 @@ class ControllerLink:
             old.close()
         if self._task is not None:
             self._task.cancel()
-        self._task = asyncio.get_running_loop().create_task(work)
+        self._task = watched(work, self._fail)
 
     async def _cancel(self) -> None:
         if self._watch is not None:
@@ -135,19 +146,25 @@ class ControllerLink:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _start(self, term: int, up: Callable[[Endpoint], None], alone: bool) -> None:
-        self.kill_local()
-        self._spawn(term, alone)
+        try:
+            self.kill_local()
+            process = self._process = self._spawn(term, alone)
+        except OSError as error:
+            await self._never_came({"error": str(error)[:200]}, SPAWN_AGAIN_S)
+            return
         deadline = time.monotonic() + START_S
         while (endpoint := await self.join_local()) is None:
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._journal.append("controller_unreachable", {"code": self._process.poll()})
-                await asyncio.sleep(POLL_S)
-                self._lost()
+            if process.poll() is not None or time.monotonic() > deadline:
+                await self._never_came({"code": process.poll()}, POLL_S)
                 return
             await asyncio.sleep(POLL_S)
         up(endpoint)
         self._post(ControllerHere())
+
+    async def _never_came(self, why: dict[str, Field], pause_s: float) -> None:
+        self._journal.append("controller_unreachable", why)
+        await asyncio.sleep(pause_s)
+        self._lost()
 
     async def _follow(self, host: str, port: int) -> None:
         deadline = time.monotonic() + FOLLOW_S
@@ -165,11 +182,11 @@ class ControllerLink:
         self._pid = 0
         self._post(ControllerHere())
 
-    def _spawn(self, term: int, alone: bool) -> None:
+    def _spawn(self, term: int, alone: bool) -> subprocess.Popen[bytes]:
         self._run.endpoint_path("controller").unlink(missing_ok=True)
         words = [sys.executable, "-m", MODULE, str(self._run.path), str(term), *(["alone"] if alone else [])]
         with os.fdopen(open_log(self._run.path / "controller.log"), "ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
