@@ -6,19 +6,25 @@ Large data follows an answer on the line as it lies in memory: no frame, no copy
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
-from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, tune
+from holdfast.runtime.channel import HANDSHAKE_TIMEOUT_S, RECEIVE_SIZE_BYTES, tune
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
+log = logging.getLogger("holdfast")
+
 TIMEOUT_S = 30.0
+STRANGERS_MAX = 256  # lines that have not shown the token yet; one more, and the oldest is cut
+ACCEPT_AGAIN_S = 0.1
 M = TypeVar("M")
 
 
@@ -34,7 +40,10 @@ class AnswerServer(ABC, Generic[M]):
         self._codec = codec
         self._token = token
         self._listener: socket.socket | None = None
-        self._peers: set[socket.socket] = set()
+        self._closing = threading.Event()
+        self._lines_lock = threading.Lock()
+        self._lines: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
 
     @abstractmethod
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
@@ -50,27 +59,61 @@ class AnswerServer(ABC, Generic[M]):
 
     def close(self) -> None:
         """Stop; lines under way are cut."""
-        for sock in (self._listener, *self._peers):
+        self._closing.set()
+        with self._lines_lock:
+            lines = list(self._lines)
+        for sock in (self._listener, *lines):
             if sock is not None:
                 _shut(sock)
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        told = False
+        while not self._closing.is_set():
             try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # closed
-            self._peers.add(sock)
+                self._admit(listener.accept()[0])
+                told = False
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # no descriptor or no thread left, or whoever asked is gone
+                if not told and not self._closing.is_set():
+                    log.warning("holdfast: cannot take a connection, trying on: %s", error)
+                told = True
+                self._closing.wait(ACCEPT_AGAIN_S)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lines_lock:
+            self._lines.add(sock)
+            self._strangers[sock] = None
+            crowded = len(self._strangers) > STRANGERS_MAX
+            oldest = next(iter(self._strangers)) if crowded else None
+        if oldest is not None:
+            self._drop(oldest)
+        try:
             threading.Thread(target=self._serve, args=(sock,), name="holdfast-serve", daemon=True).start()
+        except RuntimeError:
+            self._drop(sock)
+            raise
+        if self._closing.is_set():  # by somebody who did not see this line yet
+            _shut(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lines_lock:
+            self._lines.discard(sock)
+            self._strangers.pop(sock, None)
+        _shut(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         link = Link(self._codec, self._token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=Counter())
         try:
             tune(sock)
-            sock.settimeout(TIMEOUT_S)
+            deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
             sock.sendall(link.take_output())
             while data := sock.recv(RECEIVE_SIZE_BYTES):
-                for message in link.receive(data):
+                messages = link.receive(data)
+                sock.settimeout(self._patience_s(sock, link, deadline_s))
+                for message in messages:
                     answer, raw = self._answer(message)
                     link.send(answer)
                     sock.sendall(link.take_output())
@@ -83,8 +126,18 @@ class AnswerServer(ABC, Generic[M]):
         except OSError:
             pass  # whoever asked is gone
         finally:
-            self._peers.discard(sock)
-            sock.close()
+            self._drop(sock)
+
+    def _patience_s(self, sock: socket.socket, link: Link[M], deadline_s: float) -> float:
+        """How long the next bytes may take: all of the handshake has one deadline, however a stranger drips."""
+        if link.open:
+            with self._lines_lock:
+                self._strangers.pop(sock, None)
+            return TIMEOUT_S
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no handshake in time")
+        return left_s
 
 
 def _shut(sock: socket.socket) -> None:
