@@ -67,7 +67,7 @@ class LocalClient:
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[LocalClient]:
-    yield LocalClient(KvServer(tmp_path / "kv.log"))
+    yield LocalClient(KvServer.open(tmp_path / "kv.log"))
 
 
 def test_library_mode_installs_once() -> None:

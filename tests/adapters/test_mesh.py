@@ -65,7 +65,7 @@ class World:
     """Meshes of several ranks in threads."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.server = KvServer(folder / "kv")
+        self.server = KvServer.open(folder / "kv")
         self.lock = threading.Lock()
         self.lines = [Line(self.server, self.lock, rank) for rank in range(size)]
         self.meshes = [Mesh(cast(Client, line), rank, size) for rank, line in enumerate(self.lines)]

@@ -8,6 +8,7 @@ from holdfast.core.council import KvBack, KvForward
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import KvReply, KvRequest
 from holdfast.runtime.keys import Keys
+from holdfast.runtime.kv import KvServer
 
 A, B = NodeId("node0"), NodeId("node1")
 HERE, THERE = MemberId(1), MemberId(2)
@@ -21,7 +22,10 @@ class Node:
         self.heard: list[KvReply] = []
         self.wire: list[tuple[NodeId, KvForward | KvBack]] = []
         self.keys = Keys(
-            me, base / f"{me}.log", self.reply, lambda to, message: self.wire.append((to, message))
+            me,
+            KvServer.open(base / f"{me}.log"),
+            self.reply,
+            lambda to, message: self.wire.append((to, message)),
         )
         self.keys.live_at(A)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from holdfast.core.ids import MemberId
 from holdfast.core.messages import KvReply, KvRequest
@@ -32,7 +37,7 @@ class Caller:
 
 
 def test_every_operation(tmp_path: Path) -> None:
-    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
+    anne = Caller(KvServer.open(tmp_path / "kv"), ANNE)
     assert anne.one("get", "a").error == "missing"
     assert anne.one("set", "a", value=b"1").ok
     assert anne.one("get", "a").value == b"1"
@@ -48,7 +53,7 @@ def test_every_operation(tmp_path: Path) -> None:
 
 
 def test_compare_set_is_that_of_torch(tmp_path: Path) -> None:
-    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
+    anne = Caller(KvServer.open(tmp_path / "kv"), ANNE)
     assert anne.one("compare_set", "k", expected=b"old", value=b"new").value == b"old"
     assert not anne.one("check", "k").ok
     assert anne.one("compare_set", "k", value=b"first").value == b"first"
@@ -58,7 +63,7 @@ def test_compare_set_is_that_of_torch(tmp_path: Path) -> None:
 
 
 def test_waits_end_by_a_set_a_timeout_or_the_callers_death(tmp_path: Path) -> None:
-    server = KvServer(tmp_path / "kv")
+    server = KvServer.open(tmp_path / "kv")
     anne, bert = Caller(server, ANNE), Caller(server, BERT)
     assert anne.ask("wait", "x", "y", timeout_s=5.0) == []
     assert len(bert.ask("set", "x")) == 1
@@ -74,30 +79,86 @@ def test_waits_end_by_a_set_a_timeout_or_the_callers_death(tmp_path: Path) -> No
 
 
 def test_a_successor_knows_every_answered_change_and_makes_none_twice(tmp_path: Path) -> None:
-    first = KvServer(tmp_path / "kv")
+    first = KvServer.open(tmp_path / "kv")
     anne = Caller(first, ANNE)
     anne.one("set", "a", value=b"v")
     assert anne.one("add", "n", amount=1).number == 1
     with (tmp_path / "kv").open("ab") as log:
         log.write(b"\0\0\0\x40torn")
-    second = KvServer(tmp_path / "kv")
+    second = KvServer.open(tmp_path / "kv")
     again = Caller(second, ANNE)
     again.number = 1
     assert again.one("add", "n", amount=1).number == 1
     assert again.one("get", "a").value == b"v"
     assert again.one("add", "n", amount=1).number == 2
-    third = Caller(KvServer(tmp_path / "kv"), BERT)
+    third = Caller(KvServer.open(tmp_path / "kv"), BERT)
     assert third.one("get", "n").value == b"2"
 
 
 def test_limits_and_a_log_that_is_shortened(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(kv, "SIZE_BYTES_MAX", 1000)
     monkeypatch.setattr(kv, "LOG_SIZE_BYTES_MAX", 4000)
-    anne = Caller(KvServer(tmp_path / "kv"), ANNE)
-    for number in range(100):
+    anne = Caller(KvServer.open(tmp_path / "kv"), ANNE)
+    for number in range(400):
         assert anne.one("set", "k", value=b"%d" % number * 50).ok
-    assert (tmp_path / "kv").stat().st_size < 5000
+    assert (tmp_path / "kv").stat().st_size < 20_000, "a tenth of what was asked, and the newest answers"
     assert anne.one("set", "big", value=bytes(2000)).error == "full"
-    assert Caller(KvServer(tmp_path / "kv"), BERT).one("get", "k").value == b"99" * 50
+    assert Caller(KvServer.open(tmp_path / "kv"), BERT).one("get", "k").value == b"399" * 50
     anne.server.clear()
     assert anne.one("count").number == 0 and (tmp_path / "kv").stat().st_size == 0
+
+
+def test_a_change_from_before_the_log_was_shortened_is_not_made_twice(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(kv, "LOG_SIZE_BYTES_MAX", 4000)
+    first = KvServer.open(tmp_path / "kv")
+    anne, bert = Caller(first, ANNE), Caller(first, BERT)
+    assert anne.one("add", "n", amount=3).number == 3
+    assert anne.one("append", "text", value=b"x").ok
+    inode, count = (tmp_path / "kv").stat().st_ino, 0
+    while (tmp_path / "kv").stat().st_ino == inode:
+        assert bert.one("set", "k", value=bytes(100)).ok
+        count += 1
+    second = KvServer.open(tmp_path / "kv")
+    again = Caller(second, ANNE)
+    assert again.one("add", "n", amount=3).number == 3
+    assert again.one("append", "text", value=b"x").ok
+    assert again.one("get", "n").value == b"3" and again.one("get", "text").value == b"x"
+    assert count > 10
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from holdfast.core.ids import MemberId
+from holdfast.core.messages import KvRequest
+from holdfast.runtime import kv
+kv.LOG_SIZE_BYTES_MAX = 4000
+server = kv.KvServer.open(Path(sys.argv[1]))
+folder, steps = str(Path(sys.argv[1]).parent), int(sys.argv[2])
+def trap(event, args):
+    global steps
+    if event in ("os.rename", "open") and folder in str(args):
+        steps -= 1
+        if steps == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(trap)
+for number in range(1, 1000):
+    request = KvRequest(request_id=number, op="add", keys=("n",), amount=1)
+    print(server.request(0.0, MemberId(1), request)[0][1].number, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("steps", [1, 2, 3])  # before the new file, before its rename, after it
+def test_an_agent_that_is_killed_while_it_shortens_its_log_loses_nothing(tmp_path: Path, steps: int) -> None:
+    command = [sys.executable, "-c", DIES, str(tmp_path / "kv"), str(steps)]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    answered = int(child.stdout.split()[-1])
+    successor = Caller(KvServer.open(tmp_path / "kv"), ANNE)
+    assert answered > 10 and successor.one("get", "n").value == b"%d" % answered
+    successor.number = answered - 1
+    assert successor.one("add", "n", amount=1).number == answered, "it is asked again, and not made again"
+    assert successor.one("add", "n", amount=1).number == answered + 1

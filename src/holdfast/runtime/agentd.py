@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -22,6 +22,7 @@ from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
 from holdfast.core.council import PeerMessage
 from holdfast.core.culprit import STOPPED
+from holdfast.core.election import Kept
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
     Ack,
@@ -51,11 +52,12 @@ from holdfast.exits import Exit
 from holdfast.journal import Journal
 from holdfast.runtime.buddy import Buddies
 from holdfast.runtime.channel import Channel, Hub
-from holdfast.runtime.council import Council
+from holdfast.runtime.council import Council, load_kept
 from holdfast.runtime.death import read_death
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.keys import Keys
+from holdfast.runtime.kv import KvServer
 from holdfast.runtime.page import each_page
 from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
@@ -68,11 +70,11 @@ from holdfast.runtime.procs import (
     wait_written,
     writers,
 )
-from holdfast.runtime.rundir import PAGE, RunDir, probe_path, try_lock, write_private
-from holdfast.runtime.settings import RunSettings, without_launch
+from holdfast.runtime.rundir import PAGE, RunDir, try_lock
+from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.sharing import leave_probe, share_checkpoints
 from holdfast.runtime.spawn import Order, free_port, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
-from holdfast.store.place import place_of
 from holdfast.wire import MESSAGES, WireMessage
 
 LOCK_WAIT_S = 5.0
@@ -84,13 +86,27 @@ NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
 
 
 class AgentDaemon:
-    """One node's agent."""
+    """One node's agent. Made by :meth:`open`.
 
-    def __init__(self, run: RunDir) -> None:
+    Args:
+        kept: what this node has promised in elections.
+        kv: the keys, with those that an agent before this one left.
+        journal, mirror: the event log of this node, for the lines of this agent and for those of the controller.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        kept: Kept,
+        kv: KvServer,
+        journal: Journal,
+        mirror: Journal,
+    ) -> None:
         self._run = run
-        self._settings = with_interface(RunSettings.load(run.path))
-        self._node_id = NodeId(self._settings.node)
-        self._journal = Journal.open(run.journal, f"agent {self._node_id}")
+        self._settings = settings
+        self._node_id = NodeId(settings.node)
+        self._journal = journal
         self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._workers: dict[MemberId, Channel[WireMessage]] = {}
         self._member_of: dict[Channel[WireMessage], MemberId] = {}
@@ -99,9 +115,8 @@ class AgentDaemon:
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: Buddies | None = None
-        self._keys = Keys(self._node_id, run.pages() / "kv.log", self._reply, self._send_peer)
-        config = agent_config(self._settings)
-        self._driver = Driver(Agent(config), self._journal, self._execute)
+        self._keys = Keys(self._node_id, kv, self._reply, self._send_peer)
+        self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         self._procs = Processes(
             run,
             self._settings,
@@ -116,7 +131,9 @@ class AgentDaemon:
         self._council = Council(
             run,
             self._settings,
+            kept,
             self._journal,
+            mirror,
             self._driver.post,
             on_kv=self._keys.heard,
             on_here=self._keys.line_is_up,
@@ -129,6 +146,24 @@ class AgentDaemon:
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
+        )
+
+    @classmethod
+    def open(cls, run: RunDir) -> Self:
+        """The agent of a run directory, with what one before it left there.
+
+        Raises:
+            UserError: a file of the run is missing or damaged.
+            OSError: the directory cannot be written.
+        """
+        settings = with_interface(RunSettings.load(run.path))
+        return cls(
+            run,
+            settings,
+            load_kept(run),
+            KvServer.open(run.pages() / "kv.log"),
+            Journal.open(run.journal, f"agent {settings.node}"),
+            Journal.open(run.journal, "controller"),
         )
 
     async def serve(self) -> int:
@@ -518,25 +553,6 @@ def with_interface(settings: RunSettings) -> RunSettings:
     return msgspec.structs.replace(settings, env=env)
 
 
-def share_checkpoints(run: RunDir, job: str) -> None:
-    """Checkpoints of a script that names no directory go beside the run directories of all nodes, under the job."""
-    common = run.path.parent / f"{without_launch(job)}.checkpoints"
-    common.mkdir(mode=0o700, exist_ok=True)
-    if not run.checkpoints.exists():
-        run.checkpoints.symlink_to(common)
-
-
-def leave_probe(root: str, settings: RunSettings) -> None:
-    """Show that this node reaches ``root``; a root that cannot be written says so itself, at the first save."""
-    place = place_of(root)
-    if not root or not isinstance(place, Path):  # a bucket is the same on all nodes
-        return
-    try:
-        write_private(probe_path(root, settings.job_id, settings.node), b"")
-    except OSError:
-        return
-
-
 def lock_agent(run: RunDir) -> int:
     """Be the only agent of this run directory; returns the locked fd.
 
@@ -555,7 +571,7 @@ def main(run_dir: str) -> int:
     """Run one agent; returns the exit code of the run."""
 
     async def serve() -> int:
-        return await AgentDaemon(run).serve()
+        return await AgentDaemon.open(run).serve()
 
     run = RunDir(Path(run_dir))
     lock_agent(run)

@@ -49,6 +49,7 @@ from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.sharing import is_there
 from holdfast.store.complete import catalogue_of
 from holdfast.store.place import place_of
 from holdfast.store.plan import plan
@@ -70,14 +71,6 @@ def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
         return plan(catalogue, frozenset(sources)).why_incomplete()
     except StateError as error:
         return error.message
-
-
-def is_there(probe: Path) -> bool:
-    """This node sees ``probe``; it does not where it may not look, or while the storage does not answer."""
-    try:
-        return probe.exists()
-    except OSError:
-        return False
 
 
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
@@ -125,11 +118,11 @@ class MirroredLog(Journal):
 class ControllerDaemon:
     """One controller and the connections of its agents."""
 
-    def __init__(self, run: RunDir, term: int, alone: bool) -> None:
+    def __init__(self, run: RunDir, settings: RunSettings, term: int, alone: bool) -> None:
         self._run = run
         self._term = term
         self._alone = alone
-        self._settings = RunSettings.load(run.path)
+        self._settings = settings
         self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
         self._mirrors: set[Channel[WireMessage]] = set()
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
@@ -341,7 +334,8 @@ def main(run_dir: str, term: str, alone: bool) -> int:
     """Run one controller."""
 
     async def serve() -> None:
-        await ControllerDaemon(RunDir(Path(run_dir)), int(term), alone).serve()
+        run = RunDir(Path(run_dir))
+        await ControllerDaemon(run, RunSettings.load(run.path), int(term), alone).serve()
 
     asyncio.run(serve())
     return int(Exit.OK)

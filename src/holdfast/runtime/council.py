@@ -91,6 +91,8 @@ class Council:
     """See the module.
 
     Args:
+        kept: what this node has promised in elections.
+        mirror: where the lines of the controller go.
         post: takes ControllerHere, ControllerGone and what the controller says.
         on_kv: (node, message) of another agent about the key-value store.
         on_job: the name of the job is known; workers may start after it.
@@ -101,7 +103,9 @@ class Council:
         self,
         run: RunDir,
         settings: RunSettings,
+        kept: Kept,
         journal: Journal,
+        mirror: Journal,
         post: Callable[[Message], None],
         *,
         on_kv: Callable[[NodeId, KvForward | KvBack], None],
@@ -118,9 +122,9 @@ class Council:
         self._on_job = on_job
         self._on_end = on_end
         self._me = NodeId(settings.node)
-        self._kept = load_kept(run)
-        self._mirrored = last_line(run) if settings.several else (0, 0)
-        self._mirror = Journal.open(run.journal, "controller")
+        self._kept = kept
+        self._mirrored = (0, 0)
+        self._mirror = mirror
         config = ElectionConfig(node_id=self._me)
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
@@ -146,6 +150,8 @@ class Council:
 
     def begin(self) -> None:
         """Look for the controller; found the electorate if that is this agent's part."""
+        if self._settings.several:
+            self._mirrored = last_line(self._run)
         self._spawn(self._begin())
 
     def restart(self) -> None:

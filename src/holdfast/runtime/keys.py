@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from holdfast.core.council import KvBack, KvForward
 from holdfast.core.ids import MemberId, NodeId
@@ -22,7 +21,7 @@ class Keys:
 
     Args:
         me: this node.
-        log: file of the changes, see :class:`KvServer`.
+        server: where this agent keeps the keys that are its own to serve.
         reply: to a worker of this node; False when it is none.
         send: to another agent; what gets lost is asked for again.
     """
@@ -30,12 +29,12 @@ class Keys:
     def __init__(
         self,
         me: NodeId,
-        log: Path,
+        server: KvServer,
         reply: Callable[[MemberId, KvReply], bool],
         send: Callable[[NodeId, KvForward | KvBack], object],
     ) -> None:
         self._me = me
-        self._server = KvServer(log)
+        self._server = server
         self._reply = reply
         self._send = send
         self._home: NodeId | None = None  # whose agent owns the key space; None: this one

@@ -3,6 +3,7 @@
 Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is
 ever read by a new one. Every change is appended to a file in shared memory before it is answered, so the store
 outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
+A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again.
 
 Only ``wait`` blocks. Meaning of a reply by operation:
 
@@ -24,43 +25,57 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, KvReply, KvRequest
 from holdfast.errors import ProtocolError
+from holdfast.runtime.rundir import write_private
 from holdfast.wire import FrameReader, frame
 
 SIZE_BYTES_MAX = 256 * 1024 * 1024
 KEYS_MAX = 1_000_000
-LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # then the log is replaced by what the store holds
+LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # then what the store holds replaces the log, if that halves it
 ANSWERS_KEPT = 64  # per member
 
 Replies = list[tuple[MemberId, KvReply]]
 
 
-class _Change(msgspec.Struct, frozen=True):
-    """One line of the log; ``who`` 0: a key from before the log was shortened."""
+class _Change(msgspec.Struct, frozen=True, tag="change"):
+    """A line of the log: what a member asked for."""
 
     who: MemberId
     request: KvRequest
 
 
+class _Key(msgspec.Struct, frozen=True, tag="key"):
+    """A line of a log that was shortened: a key."""
+
+    key: str
+    value: bytes
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """A line of a log that was shortened: the answer to a change that is made."""
+
+    who: MemberId
+    reply: KvReply
+
+
+_Line = _Change | _Key | _Answer
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Change)
+_DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
 
 class KvServer:
-    """All keys of one node's run; every method returns the replies to send.
+    """All keys of one node's run; every method returns the replies to send. Made by :meth:`open`."""
 
-    Args:
-        log: file of the changes; what an agent before this one left there is read back.
-    """
-
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, fd: int) -> None:
         self._log = log
-        self._fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = fd
+        self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
         self._data: dict[str, bytes] = {}
         self._size_bytes = 0
         self._waits: dict[tuple[MemberId, int], tuple[float, tuple[str, ...]]] = {}
@@ -77,7 +92,17 @@ class KvServer:
             "compare_set": self._compare_set,
             "delete": self._delete,
         }
-        self._recall()
+
+    @classmethod
+    def open(cls, log: Path) -> Self:
+        """The store whose changes are in the file ``log``; what an agent before this one left there is read back.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        server = cls(log, _open(log))
+        server._recall()
+        return server
 
     def request(self, now: float, who: MemberId, request: KvRequest) -> Replies:
         """Carry out one request; its reply may wait for other callers."""
@@ -110,6 +135,7 @@ class KvServer:
     def clear(self) -> None:
         """A new set of processes begins: drop all keys and waits."""
         os.ftruncate(self._fd, 0)
+        self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
         self._data.clear()
         self._answers.clear()
         self._waits.clear()
@@ -117,19 +143,39 @@ class KvServer:
 
     def _change(self, who: MemberId, request: KvRequest) -> KvReply:
         reply = self._changes[request.op](request)
-        answers = self._answers.setdefault(who, {})
-        answers[request.request_id] = reply
-        if len(answers) > ANSWERS_KEPT:
-            del answers[next(iter(answers))]
+        self._note(who, reply)
         return reply
 
+    def _note(self, who: MemberId, reply: KvReply) -> None:
+        answers = self._answers.setdefault(who, {})
+        answers[reply.request_id] = reply
+        if len(answers) > ANSWERS_KEPT:
+            del answers[next(iter(answers))]
+
     def _write(self, change: _Change) -> None:
-        if os.fstat(self._fd).st_size > LOG_SIZE_BYTES_MAX:
-            os.ftruncate(self._fd, 0)
-            for key, value in self._data.items():
-                held = KvRequest(request_id=0, op="set", keys=(key,), value=value)
-                os.write(self._fd, frame(_ENCODER.encode(_Change(MemberId(0), held))))
+        if os.fstat(self._fd).st_size > self._shorten_at_bytes:
+            self._shorten()
         os.write(self._fd, frame(_ENCODER.encode(change)))
+
+    def _shorten(self) -> None:
+        """Replace the log in one step: whenever this agent dies, its successor finds the old one or the new one."""
+        lines: list[_Line] = [_Key(key, value) for key, value in self._data.items()]
+        lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]
+        data = b"".join(frame(_ENCODER.encode(line)) for line in lines)
+        write_private(self._log, data)
+        before, self._fd = self._fd, _open(self._log)
+        os.close(before)
+        # A store that is large by itself would be written again with every change.
+        self._shorten_at_bytes = max(LOG_SIZE_BYTES_MAX, 2 * len(data))
+
+    def _read(self, line: _Line) -> None:
+        match line:
+            case _Change():
+                self._change(line.who, line.request)
+            case _Key():
+                self._store(line.key, line.value)
+            case _Answer():
+                self._note(line.who, line.reply)
 
     def _recall(self) -> None:
         """Make the logged changes again; a torn one at the end was never answered."""
@@ -138,8 +184,7 @@ class KvServer:
         reader.feed(self._log.read_bytes())
         try:
             while (payload := reader.next()) is not None:
-                change = _DECODER.decode(payload)
-                self._change(change.who, change.request)
+                self._read(_DECODER.decode(payload))
                 whole_bytes += len(frame(payload))
             os.ftruncate(self._fd, whole_bytes)
         except (ProtocolError, msgspec.MsgspecError):
@@ -206,3 +251,7 @@ class KvServer:
         prefix = request.keys[0] if request.keys else ""
         number = sum(1 for key in self._data if key.startswith(prefix))
         return KvReply(request_id=request.request_id, number=number)
+
+
+def _open(log: Path) -> int:
+    return os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
