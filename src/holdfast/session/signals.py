@@ -5,11 +5,13 @@ collective. The interpreter's C handler, however, writes the signal's number int
 thread reads it there. Handlers and the descriptor that were installed before are called and restored.
 
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, size, content) counts once, and a
-version that was there before the session began does not count: a file left over must not stop the next run.
+version that was there before the session began does not count: a file left over must not stop the next run. One that
+is there but cannot be read is warned of, once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,7 +31,7 @@ FILE_SIZE_BYTES_MAX = 64 * 1024
 
 
 class ExitWatch:
-    """Calls ``ask(source)`` when this process is asked to leave; a context manager.
+    """Calls ``ask(source)`` when this process is asked to leave, from :meth:`start` to :meth:`stop`.
 
     Args:
         ask: called from the watching thread.
@@ -50,7 +52,8 @@ class ExitWatch:
         self._grace_s = grace_s
         self._give_up = give_up
         self._deadline_s: float | None = None
-        self._seen = self._version()
+        self._seen: tuple[int, int, bytes] | None = None
+        self._unreadable = False
         self._before: dict[signal.Signals, Any] = {}
         self._before_fd = -1
         self._read, self._write = -1, -1
@@ -60,6 +63,7 @@ class ExitWatch:
 
     def start(self) -> None:
         """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread."""
+        self._seen = self._version()
         self._quit_read, self._quit_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,7 +110,8 @@ class ExitWatch:
 
     def _signals(self, numbers: bytes) -> None:
         if self._before_fd >= 0:
-            os.write(self._before_fd, numbers)
+            with contextlib.suppress(OSError):  # full, or closed by its owner: not what this thread is for
+                os.write(self._before_fd, numbers)
         for number in SIGNALS:
             if int(number) in numbers:
                 self._asked(number.name)
@@ -132,12 +137,17 @@ class ExitWatch:
             self._asked(f"file {self._file}")
 
     def _version(self) -> tuple[int, int, bytes] | None:
-        """Time, size and content of the exit file; None when there is none."""
+        """Time, size and content of the exit file; None when there is none that can be read."""
         if self._file is None:
             return None
         try:
             info = self._file.stat()
             with self._file.open("rb") as file:
                 return info.st_mtime_ns, info.st_size, file.read(FILE_SIZE_BYTES_MAX)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if not self._unreadable:
+                log.warning("holdfast: cannot read the exit file, it asks for nothing: %s", error)
+            self._unreadable = True
             return None
