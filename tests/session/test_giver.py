@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Settle, StateOffered
@@ -51,3 +52,21 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         assert not refused
     finally:
         giver.stop()
+
+
+def test_a_survivor_that_cannot_listen_says_so_and_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, nnodes=2, nnodes_max=2, bind="203.0.113.1").dir  # an address of no machine
+    offers: list[object] = []
+    client: Any = SimpleNamespace(member_id=MemberId(1), run_dir=run.path, send=offers.append)
+    giver = Giver(
+        client,
+        boundary=lambda settle: True,
+        collect=lambda rebuilt: SimpleNamespace(view=lambda fqn, box: memoryview(b"")),
+        values=lambda found: {},
+        verify=lambda step: None,
+        refuse=lambda *given: offers.append(given),
+    )
+    giver.give(Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace"))
+    assert "cannot give its state" in caplog.text and not offers

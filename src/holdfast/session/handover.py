@@ -85,10 +85,8 @@ class Giver:
             values = encode_values(dict(self._values(collected)))
             server = StateServer(collected.view, values, _token(self._client))
             port = server.start(self._host)
-        except HoldfastError as error:
-            log.error(
-                "holdfast: this rank cannot give its state: %s", error
-            )  # the bound of joining ends the wait
+        except (HoldfastError, OSError) as error:  # the bound of joining ends the wait
+            log.error("holdfast: this rank cannot give its state: %s", error)
             return
         self.stop()
         self._server, self._given = server, (settle, port)
