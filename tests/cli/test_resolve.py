@@ -164,3 +164,9 @@ def test_spares_are_for_every_rung_that_replaces_a_rank_on_its_node() -> None:
     for ladder in ("restart", "node", "disk"):
         with pytest.raises(UsageError, match="no spare would ever be used"):
             asked(spares=1, on_fault=ladder)
+
+
+def test_more_ranks_than_votes_can_be_counted_for_are_refused() -> None:
+    with pytest.raises(UsageError, match="at most 4194304 ranks") as refused:
+        asked(nnodes="1025", node_rank=0, master_addr="127.0.0.1", nproc_per_node="4096")
+    assert "fewer nodes" in refused.value.hint

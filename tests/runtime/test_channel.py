@@ -152,6 +152,14 @@ def test_a_token_that_others_can_read_is_refused(run: RunDir) -> None:
         run.token()
 
 
+def test_a_file_that_is_no_token_is_not_read_whole(run: RunDir) -> None:
+    with run.token_file.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(AuthError, match="more than 4096 bytes") as refused:
+        run.token()
+    assert refused.value.hint == "check the path"
+
+
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02hi"])
 def test_strangers_are_cut_off(run: RunDir, data: bytes) -> None:
     with Desk(run) as desk:
@@ -292,8 +300,8 @@ client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, loca
                 run_dir=Path(sys.argv[1]), orphan_s=0.3)
 if sys.argv[3] == "task":
     client.run_task(lambda: 1 / 0)
-client.start()
 print("buffered", end="")
+client.start()
 while sys.argv[3] == "busy":
     pass
 time.sleep(60)
@@ -313,7 +321,6 @@ def test_how_a_process_leaves_without_its_main_thread(run: RunDir, mode: str, co
         stack.callback(child.kill)
         if desk is not None and mode in ("leave", "busy"):
             until("hello", lambda: desk.kinds() == ["WorkerHello"])
-            time.sleep(0.2)
             desk.say(Leave(member_id=ME, generation=FIRST, code=78, reason="restart"))
         out, err = child.communicate(timeout=30)
         assert child.returncode == code

@@ -22,6 +22,7 @@ from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.cli.placing import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
+from holdfast.core.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
 from holdfast.runtime.peers import address_towards
@@ -74,6 +75,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     kind = _kind(values)
     target = _target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
+    _refuse_too_many(nodes, nproc)
     run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
@@ -358,6 +360,15 @@ def worker_count(asked: str) -> int:
             hint=RUN_HELP,
         )
     return int(asked)
+
+
+def _refuse_too_many(nodes: Nodes, nproc: int) -> None:
+    """Ranks whose votes would not fit the sums. Raises: UsageError."""
+    if nodes.least * nproc > WORLD_SIZE_MAX:
+        raise UsageError(
+            f"--nnodes {nodes.least} with --nproc-per-node {nproc}: a job has at most {WORLD_SIZE_MAX} ranks",
+            hint="start fewer nodes, or fewer workers on each",
+        )
 
 
 def _count_devices(kind: str) -> int:

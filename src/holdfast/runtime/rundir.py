@@ -17,6 +17,7 @@ from holdfast.errors import AuthError, UsageError
 from holdfast.store.files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
+TOKEN_FILE_SIZE_BYTES_MAX = 4096
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = "page-"
 SPARE_PAGE = "spare-"
@@ -68,11 +69,12 @@ def read_token(path: Path) -> bytes:
     """The secret in a file.
 
     Raises:
-        AuthError: missing, readable by others, or too short.
+        AuthError: missing, readable by others, too short, or no token at all.
     """
     try:
-        mode = path.stat().st_mode
-        token = path.read_bytes().strip()
+        with path.open("rb") as file:  # one descriptor: what is looked at is what is read
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(TOKEN_FILE_SIZE_BYTES_MAX + 1)
     except OSError as error:
         raise AuthError(
             f"cannot read the token {path}: {error.strerror}", hint="check the path, and who may read it"
@@ -81,6 +83,11 @@ def read_token(path: Path) -> bytes:
         raise AuthError(
             f"the token {path} can be read by others (mode {stat.S_IMODE(mode):o})", hint=f"chmod 600 {path}"
         )
+    if len(token) > TOKEN_FILE_SIZE_BYTES_MAX:
+        raise AuthError(
+            f"{path} is no token: it has more than {TOKEN_FILE_SIZE_BYTES_MAX} bytes", hint="check the path"
+        )
+    token = token.strip()
     if len(token) < TOKEN_SIZE_BYTES:
         raise AuthError(
             f"the token {path} has only {len(token)} bytes, {TOKEN_SIZE_BYTES} are needed",
