@@ -84,7 +84,7 @@ WireMessage = (
 GREETING_SIZE_BYTES_MAX = 1024
 NONCE_SIZE_BYTES = 32
 PREFIX_SIZE_BYTES = 4
-ROLES = frozenset({"worker", "cli", "agent", "controller", "peer"})
+ROLES = frozenset({"worker", "cli", "agent", "peer"})
 
 M = TypeVar("M")
 

@@ -125,7 +125,7 @@ class Client:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         self._channel: BlockingChannel[WireMessage] | None = None
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = -1, -1
         self._thread = threading.Thread(target=self._guard(self._run), name="holdfast-client", daemon=True)
         self._task_thread = threading.Thread(
             target=self._guard(self._work), name="holdfast-task", daemon=True
@@ -143,6 +143,7 @@ class Client:
         """Start both threads and become :meth:`current`."""
         if self.run_dir is None:
             raise InternalError("a client without a run directory cannot start")
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         Client._current = self
         os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
@@ -240,6 +241,8 @@ class Client:
         self.stand_in.call(called.rank)
 
     def _wake(self) -> None:
+        if self._wake_write < 0:
+            return  # not started: the thread begins with a look at what is queued
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:

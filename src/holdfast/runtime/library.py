@@ -48,26 +48,23 @@ class Pointer(msgspec.Struct, frozen=True):
     started: int  # start time of ``pid``, in clock ticks since boot
 
 
-def join_or_start_agent(
-    *, rank: int, local_rank: int, world_size: int, local_world_size: int, runs_dir: Path | None = None
-) -> Client:
-    """The started client of this process; local rank 0 starts the agent first.
+def join_or_start_agent(*, rank: int, local_rank: int, world_size: int, local_world_size: int) -> Client:
+    """The started client of this process; local rank 0 starts the agent first, below ``runs`` in the working directory.
 
     Args:
         rank, local_rank, world_size, local_world_size: as the launcher set them.
-        runs_dir: where run directories go, the same on all local ranks; default ``runs`` below the working directory.
 
     Raises:
         UnsupportedError: the job has more than one node.
         GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``.
-        UsageError: ``runs_dir`` cannot be written.
+        UsageError: ``runs`` cannot be written.
     """
     if world_size != local_world_size:
         raise UnsupportedError(
             f"library mode serves one node, this job has {world_size} ranks, {local_world_size} of them here",
             hint="start the script with `holdfast run`",
         )
-    base = (runs_dir or Path("runs")).absolute()
+    base = Path("runs").absolute()
     pointer = base / f".library-{_key()}.json"
     if local_rank == 0:
         run = _start_agent(base, pointer, world_size)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.errors import ProtocolError
+from holdfast.exits import Exit
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
 from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
@@ -68,22 +69,23 @@ class _Peer:
 class Zygote:
     """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
 
-    def __init__(self, run: RunDir, preloaded: Preloaded) -> None:
+    def __init__(self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket) -> None:
         self._run = run
+        self._token = token
         self._preloaded = preloaded
-        self._token = run.token()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listener
         self._peers: dict[int, _Peer] = {}
         self._agent: _Peer | None = None
         self._living: dict[int, Spawned] = {}  # by pid
         self._ended: list[Exited] = []
         self._refused: Counter[str] = Counter()
         self._lonely_since = time.monotonic()
-        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake, self._wake_write = -1, -1
         self._quit = False
 
     def serve(self) -> Spawn | None:
         """Fork on request until told to quit."""
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -259,7 +261,8 @@ def main(run_dir: str) -> int:
     """Run the zygote of ``run_dir``; in a forked child, its worker."""
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
-    spawn = Zygote(run, preload(settings.framework, settings.preload)).serve()
+    preloaded = preload(settings.framework, settings.preload)
+    spawn = Zygote(run, run.token(), preloaded, socket.create_server(("127.0.0.1", 0))).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
         sys.stdout.flush()
@@ -271,7 +274,7 @@ def main(run_dir: str) -> int:
         return become_worker(spawn)
     except Exception:
         traceback.print_exc()
-        return 70
+        return int(Exit.INTERNAL)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from holdfast.runtime.client import Client
 from holdfast.session.handover import Giver
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
-from holdfast.session.rank import TEXT_LENGTH_MAX, Rank
+from holdfast.session.rank import POLL_S, TEXT_LENGTH_MAX, Rank
 from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
@@ -431,7 +431,7 @@ class Saver:
                     raise StateError(
                         f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s"
                     )
-                rank.changed.wait(0.5)
+                rank.changed.wait(POLL_S)
             return rank.state == "aborted"
 
     def _gasp(
