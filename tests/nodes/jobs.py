@@ -10,6 +10,7 @@ from pathlib import Path
 
 from holdfast import journal
 from holdfast.journal import Event
+from holdfast.runtime.agentd import committed_step
 from holdfast.runtime.procs import sweep
 from holdfast.runtime.ranktable import make
 from holdfast.runtime.rundir import RunDir
@@ -123,6 +124,10 @@ class Hosts:
             bound_s,
         )
         return event
+
+    def wait_step(self, index: int, step: int) -> None:
+        """Until a worker of a host has committed ``step``, as its status page says: the job trains."""
+        until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step)
 
     def wait(self, index: int, bound_s: float = BOUND_S) -> int:
         """Exit code of the command of a host."""

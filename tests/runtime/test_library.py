@@ -104,6 +104,6 @@ def test_a_dead_rank_is_seen_and_the_others_leave(tmp_path: Path) -> None:
             rank.stdout.close()
 
 
-def test_several_nodes_are_refused_by_name(tmp_path: Path) -> None:
+def test_several_nodes_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="one node"):
-        join_or_start_agent(rank=0, local_rank=0, world_size=4, local_world_size=2, runs_dir=tmp_path)
+        join_or_start_agent(rank=0, local_rank=0, world_size=4, local_world_size=2)

@@ -92,10 +92,15 @@ def test_a_kill_is_told_with_its_signal_before_the_process_is_gone(page: Path) -
 
 
 def test_an_exit_is_told_with_its_code(page: Path) -> None:
-    with holder(page, "kept(); os._exit(7)") as process:
-        heard = Heard(page, process.pid)
-        go(process)
-        assert heard.event.wait(30) and heard.code in (7, None) and process.wait() == 7
+    codes = []
+    for _ in range(5):
+        with holder(page, "kept(); os._exit(7)") as process:
+            heard = Heard(page, process.pid)
+            go(process)
+            assert heard.event.wait(30) and process.wait() == 7
+            codes.append(heard.code)
+    # As above: it may be gone when the listener gets the processor.
+    assert 7 in codes and set(codes) <= {7, None}
 
 
 def test_several_listeners_and_a_late_one_are_told(page: Path) -> None:

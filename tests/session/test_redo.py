@@ -62,7 +62,7 @@ def test_a_newcomer_rehearses_once_and_then_joins() -> None:
         blocks.hooks().update("optimizer")
     blocks.redo()
     assert (rank.joins, adapter.begun, rank.state) == (1, 2, "compute")
-    assert not blocks.current or not blocks.current.rehearsal
+    assert blocks.current is step and not step.rehearsal
 
 
 def test_nothing_is_open_that_could_begin_again() -> None:
