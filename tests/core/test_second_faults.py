@@ -109,7 +109,7 @@ def test_who_has_ended_after_training_is_no_fault_for_a_successor() -> None:
     second.post(AgentBeat(node_id=NODE))
     assert second.sent(Fence) == [] and [r.member_id for r in second.sent(Release)] == [second.members[0]]
     second.exit(0, "finished", code=0)
-    assert second.outcome().code == Exit.OK
+    assert second.outcome().code == Exit.OK and second.outcome().reason.endswith("at step 5")
 
 
 def test_a_script_without_a_session_that_is_done_in_one_rank_goes_on_in_the_others() -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from holdfast.exits import Exit
+from holdfast.runtime.procs import processes
+from holdfast.runtime.rundir import RunDir
 from holdfast.session.signals import ExitWatch
+from holdfast.store.root import Root
 from tests.runtime.runs import until
+from tests.session.test_jobs import BIN
 
 
 class Watched:
@@ -67,3 +74,40 @@ def test_an_exit_file_that_cannot_be_read_is_warned_of_once(
         here.watch.stop()
     assert here.asked == [f"file {path}"]
     assert len(caplog.records) == 1 and "cannot read the exit file" in caplog.text
+
+
+SCRIPT = """\
+import pathlib, time
+import torch, torch.distributed as dist
+import holdfast
+dist.init_process_group("gloo")
+net = torch.nn.Linear(2, 1)
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    for step in s.steps(until=100_000):
+        with step:
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+        pathlib.Path(f"at-{dist.get_rank()}").touch()
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_a_job_is_graceful(tmp_path: Path, number: signal.Signals) -> None:
+    """As some schedulers send it: to launcher, agent, controller, zygote and workers."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [str(BIN / "holdfast"), "run", "--nproc-per-node", "2", "--run-id", "mine", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        until("both train", lambda: len(list(tmp_path.glob("at-*"))) == 2)
+        for pid in processes(RunDir(tmp_path / "runs/mine")):
+            with suppress(ProcessLookupError):  # what was forked for a moment
+                os.kill(pid, number)
+        launcher.send_signal(number)
+        _, error = launcher.communicate(timeout=60)
+    assert launcher.returncode == Exit.REQUEUE, error
+    (saved,) = Root(tmp_path / "ckpt").list()
+    assert saved.valid and f"step {saved.step}" in error

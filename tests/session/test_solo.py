@@ -422,6 +422,18 @@ def leaving(job: Job, tmp_path: Path, ask: Any, **arguments: Any) -> None:
     assert same(after, bare(reached + 2))
 
 
+def test_sigusr1_leaves_with_a_checkpoint_unless_the_script_uses_it(tmp_path: Path) -> None:
+    leaving(Job(), tmp_path / "unused", lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda n, _: heard.append(n))
+    try:
+        with Job().session() as s:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert len(Job().loop(s, 3)) == 3 and heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_signal_leaves_with_a_checkpoint(
     tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]

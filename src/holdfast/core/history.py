@@ -158,5 +158,5 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
     "exit_agreed": lambda past, data: {"agreed_step": _int(data, "step")},
     "exit_cancelled": lambda past, data: {"exit_source": ""} if data["done"] else {},
-    "finished": lambda past, data: {"released": True},
+    "finished": lambda past, data: {"released": True, "step": _int(data, "step")},
 }

@@ -47,6 +47,7 @@ from holdfast.journal import Event, Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver, watched
+from holdfast.runtime.pids import ignore_warnings
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import is_there
@@ -332,6 +333,7 @@ class ControllerDaemon:
 
 def main(run_dir: str, term: str, alone: bool) -> int:
     """Run one controller."""
+    ignore_warnings()
 
     async def serve() -> None:
         run = RunDir(Path(run_dir))

@@ -88,6 +88,15 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
         os.close(fd)
 
 
+def ignore_warnings() -> None:
+    """Let the launcher and the agent answer what a scheduler says to all processes before the time is over.
+
+    Workers inherit it: one without a session would end by it.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _stat(pid: int) -> list[str]:
     """The fields after the name, which may hold blanks and brackets; empty when there is no such process."""
     try:

@@ -30,6 +30,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
 from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
+from holdfast.runtime.pids import ignore_warnings
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Exited, Preloaded, Quit, Spawn, Spawned, ZygoteMessage
@@ -88,6 +89,7 @@ class Zygote:
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_warnings()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
         while not self._over():

@@ -2,7 +2,8 @@
 
 Theory. A Python signal handler runs in the main thread between bytecodes, so not while that thread waits inside a
 collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once; a
-thread reads it there. Handlers and the descriptor that were installed before are called and restored.
+thread reads it there. Handlers and the descriptor that were installed before are called and restored. SIGUSR1 is left
+alone where somebody uses it: scripts have their stacks printed by it.
 
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, size, content) counts once, and a
 version that was there before the session began does not count: a file left over must not stop the next run. One that
@@ -25,7 +26,8 @@ from typing import Any
 
 log = logging.getLogger("holdfast")
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
 FILE_INTERVAL_S = 0.5
 FILE_SIZE_BYTES_MAX = 64 * 1024
 
@@ -68,7 +70,8 @@ class ExitWatch:
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if number is not signal.SIGUSR1 or signal.getsignal(number) in _UNUSED:
+                    self._before[number] = signal.signal(number, self._handle)
             self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread.start()
 
@@ -112,7 +115,7 @@ class ExitWatch:
         if self._before_fd >= 0:
             with contextlib.suppress(OSError):  # full, or closed by its owner: not what this thread is for
                 os.write(self._before_fd, numbers)
-        for number in SIGNALS:
+        for number in self._before:
             if int(number) in numbers:
                 self._asked(number.name)
 
