@@ -557,36 +557,6 @@ def test_parts_copied_for_a_save_are_the_bytes_that_a_view_shows() -> None:
         assert bytes(goal[1:-1]) == expected and goal[0] == goal[-1] == 0
 
 
-def is_written(path: Path, size_bytes: int) -> bool:
-    """Write that many bytes, or none."""
-    try:
-        path.write_bytes(bytes(size_bytes))
-    except OSError:
-        path.unlink()
-        return False
-    return True
-
-
-def test_failed_saves_leave_nothing_on_a_full_disk(tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Else the space that is freed would be too little for the next one."""
-    job, ballast, root = Job(width=1500), tiny_disk / "ballast", Root(tiny_disk / "ckpt")
-    full = freed = 0
-    with job.session(checkpoint=tiny_disk / "ckpt", save=1, keep=1) as s:
-        for step in s.steps(job.loader, until=10_000):
-            if not full and any(found.valid for found in root.list()):
-                until("a save in flight has made room", lambda: is_written(ballast, 750_000))
-                full = step.number
-            if not freed and caplog.text.count("was not saved") >= 3:
-                until("the wrecks are gone", lambda: [found.valid for found in root.list()] == [True])
-                ballast.unlink()
-                freed = step.number
-            if freed and root.newest_valid().require().step > freed:
-                break
-            with step as batch:
-                job.update(batch)
-    assert freed > full
-
-
 def test_a_session_that_was_not_entered_says_so() -> None:
     made = Job().session()
     for use in (lambda: made.step, lambda: made.steps(until=3), made.save, made.redo):
