@@ -25,7 +25,8 @@ from holdfast.adapters.mindspore.gate import Relay
 from holdfast.adapters.mindspore.state import Slice
 from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
-from holdfast.session.session import Session, Settings
+from holdfast.session.session import Session
+from holdfast.session.settings import Settings, extras_of
 from holdfast.session.step import Step
 from holdfast.store.policy import SaveWhen
 
@@ -113,7 +114,7 @@ def session(
         exit_file=exit_file,
         grace_s=grace_s,
     )
-    extras = {} if state is None else state
+    extras = extras_of(state)
 
     def adapter() -> Adapter:
         return MindSporeAdapter(cell, extras, settings.seed, slices or {}, made.redo)

@@ -20,7 +20,8 @@ from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place
 from holdfast.adapters.tensorflow.data import Source, dataset_of
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.session.api import configure_logging
-from holdfast.session.session import Session, Settings
+from holdfast.session.session import Session
+from holdfast.session.settings import Settings, extras_of
 from holdfast.session.step import Step
 from holdfast.store.policy import SaveWhen
 
@@ -73,7 +74,7 @@ def session(
         exit_file=exit_file,
         grace_s=grace_s,
     )
-    extras = {} if state is None else state
+    extras = extras_of(state)
 
     def adapter() -> Adapter:
         chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None)

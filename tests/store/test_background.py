@@ -109,3 +109,22 @@ def test_a_saver_whose_thread_cannot_start_leaves_nothing() -> None:
     assert os.listdir("/proc/self/fd") == before
     with saver:
         assert not saver.busy
+
+
+def test_an_error_in_what_follows_a_save_is_logged_and_the_next_save_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = replicated(1, {"w": np.zeros(10)})
+    catalogue, state = world.catalogue(), world.state(0)
+    shares, told = plan(catalogue, frozenset({0})), list[SaveId]()
+
+    def done(save: SaveId, _result: Written | HoldfastError) -> None:
+        told.append(save)
+        raise TypeError("nobody foresaw this")
+
+    with BackgroundSaver(done) as saver:
+        for step in (1, 2):
+            saver.save(tmp_path, save_id(step), catalogue, shares, 0, state, {}, {})
+            assert saver.wait(30)
+    assert told == [save_id(1), save_id(2)]
+    assert "after the save of step 2" in caplog.text and "nobody foresaw this" in caplog.text

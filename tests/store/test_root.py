@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, UsageError
 from holdfast.store.files import Directory
+from holdfast.store.local import LocalStore
 from holdfast.store.opening import open_store
 from holdfast.store.root import Root, resolve
 from tests.store.worlds import pipeline, replicated, save, save_id
@@ -123,6 +125,22 @@ def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_p
         assert Root(tmp_path).prune(1).spared == {save_id(10).directory(): "is being read or written"}
     assert Root(tmp_path).prune(1).removed == (save_id(10).directory(),)
     assert [p.name for p in tmp_path.iterdir()] == [save_id(20).directory()]
+
+
+def test_an_attempt_whose_age_cannot_be_asked_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    store = LocalStore(tmp_path)
+    assert 0 <= store.age_s(save_id(10).directory()) < 60 and store.age_s("gone") == float("inf")
+
+    def stale(_path: object) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointInvalid, match="Stale file handle"):
+        patched.setattr("holdfast.store.local.os.stat", stale)
+        store.age_s(save_id(10).directory())
 
 
 def test_resolve_path_and_step(tmp_path: Path) -> None:

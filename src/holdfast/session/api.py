@@ -61,7 +61,8 @@ def open_session(
         NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
         StoreWriteError: the checkpoint directory cannot be written.
     """
-    from holdfast.session.session import Session, Settings
+    from holdfast.session.session import Session
+    from holdfast.session.settings import Settings, extras_of
 
     configure_logging()
     settings = Settings(
@@ -77,7 +78,7 @@ def open_session(
         grace_s=grace_s,
         memory=memory,
     )
-    extras = _named(state)
+    extras = extras_of(state)
     _require_torch(model)
 
     def adapter() -> Adapter:
@@ -86,15 +87,6 @@ def open_session(
         return TorchAdapter(model, optimizer, scheduler, scaler, extras, settings.seed)
 
     return Session(adapter, extras, settings)
-
-
-def _named(state: dict[str, Any] | None) -> dict[str, Any]:
-    if state is not None and not isinstance(state, dict):
-        raise UsageError(
-            f"session(state=...) is a {type(state).__name__}, not a dict of named objects",
-            hint='give each object a name: state={"ema": ema}',
-        )
-    return {} if state is None else state
 
 
 def load(
@@ -119,7 +111,7 @@ def load(
         What was loaded; ``missing``, ``unexpected`` and ``mismatched`` name what was left out.
 
     Raises:
-        UsageError: ``path`` does not exist.
+        UsageError: ``path`` does not exist, or an argument of the wrong type.
         NothingToResume: no valid checkpoint is there.
         CheckpointInvalid: damaged; the model is unchanged.
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
@@ -130,8 +122,7 @@ def load(
     from holdfast.store.root import resolve
     from holdfast.store.validity import inspect
 
-    if isinstance(optional, str):
-        raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
+    patterns = _patterns(optional)
     configure_logging()
     _require_torch(model)
     found = resolve(path)
@@ -147,9 +138,18 @@ def load(
         known = [
             t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(BESIDE_THE_MODEL)
         ]
-        report = load_into(source, targets, known=known, optional=tuple(optional), strict=strict)
+        report = load_into(source, targets, known=known, optional=patterns, strict=strict)
     restore.finish(report.untouched)
     return report
+
+
+def _patterns(optional: object) -> tuple[str, ...]:
+    """Checked argument of :func:`load`. Raises: UsageError."""
+    if isinstance(optional, Iterable) and not isinstance(optional, str):
+        patterns = tuple(optional)
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return patterns
+    raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
 
 
 def configure_logging() -> None:

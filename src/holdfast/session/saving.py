@@ -348,6 +348,8 @@ class Saver:
                 root.prune(self._keep)
         except HoldfastError as error:
             log.warning("holdfast: old checkpoints stay: %s", error.message)
+        except Exception:  # the save is good all the same: no training ends because of this
+            log.exception("holdfast: old checkpoints stay")
 
     def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         written = result if isinstance(result, Written) else None

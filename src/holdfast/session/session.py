@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,13 +40,13 @@ from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
 from holdfast.session.section import Sections
+from holdfast.session.settings import Settings
 from holdfast.session.signals import ExitWatch
 from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
 from holdfast.session.verify import Verifier
 from holdfast.store.opening import open_store
-from holdfast.store.place import ROOT_VARIABLE, Place, absolute
-from holdfast.store.policy import save_policies
+from holdfast.store.place import ROOT_VARIABLE, absolute
 
 log = logging.getLogger("holdfast")
 
@@ -56,47 +55,6 @@ STAY_S = 90.0
 """A process whose script has raised waits this long for a word; a last-gasp has 60 s, a new controller a few."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
-
-
-class Settings:
-    """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
-
-    def __init__(
-        self,
-        *,
-        checkpoint: str | os.PathLike[str] | None,
-        resume: str,
-        seed: int,
-        save_every_steps: int | None,
-        save_every_s: float | None,
-        keep: int,
-        copies: int = 1,
-        exit_file: str | os.PathLike[str] | None,
-        grace_s: float | None,
-        save: object = None,
-        memory: int | None = None,
-    ) -> None:
-        if memory is not None and memory < 0:
-            raise UsageError(f"session(memory={memory}): must be 0 or above", hint="memory=0 keeps nothing")
-        for name, value in (
-            ("save_every_steps", save_every_steps),
-            ("save_every_s", save_every_s),
-            ("keep", keep),
-            ("copies", copies),
-        ):
-            if value is not None and value <= 0:
-                raise UsageError(
-                    f"session({name}={value}): must be above 0", hint=f"leave {name} out, or give 1 or more"
-                )
-        self.checkpoint: Place | None = None if checkpoint is None else absolute(checkpoint)
-        self.resume = str(resume)
-        self.seed = int(seed)
-        self.policies = save_policies(save, save_every_steps, save_every_s)
-        self.keep = keep
-        self.copies = copies
-        self.exit_file = None if exit_file is None else Path(exit_file).absolute()
-        self.grace_s = grace_s
-        self.memory = memory
 
 
 class Session:

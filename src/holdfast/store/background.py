@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -50,6 +51,8 @@ from holdfast.store.staging import (
 )
 from holdfast.store.values import encode_values
 from holdfast.store.writer import TensorSource, Written, files_of, part_bytes
+
+log = logging.getLogger("holdfast")
 
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
@@ -301,6 +304,10 @@ class BackgroundSaver(Closes):
             save_id, writer, order = job
             try:
                 self._done(save_id, self._result(writer, order))
+            except (
+                Exception
+            ):  # without this thread no later save would end, and the training would wait for ever
+                log.exception("holdfast: after the save of step %d", save_id.step)
             finally:
                 self._idle.set()
 

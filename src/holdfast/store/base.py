@@ -154,7 +154,7 @@ class Store(Protocol):
         """Open an attempt, made where it is missing; its first sync makes that durable. Raises: StoreWriteError."""
 
     def age_s(self, name: str) -> float:
-        """Seconds since anything was added to an attempt; infinite when it is gone."""
+        """Seconds since anything was added to an attempt; infinite when it is gone. Raises: CheckpointInvalid."""
 
     def remove(self, name: str) -> bool:
         """Remove an attempt; it vanishes at once. False when somebody reads or writes it. Raises: StoreWriteError."""

@@ -115,10 +115,11 @@ class LocalStore:
 
     def age_s(self, name: str) -> float:
         """As :meth:`Store.age_s`."""
-        try:
-            return time.time() - os.stat(self.path / name).st_mtime
-        except FileNotFoundError:
-            return float("inf")
+        with reading(self.path / name):
+            try:
+                return time.time() - os.stat(self.path / name).st_mtime
+            except FileNotFoundError:
+                return float("inf")
 
     def remove(self, name: str) -> bool:
         """As :meth:`Store.remove`."""

@@ -183,10 +183,14 @@ def resolve(spec: Place | str | os.PathLike[str]) -> Place:
     """The checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
-        UsageError: STEP is not a number, or PLACE does not exist.
+        UsageError: not a path, STEP is not a number, or PLACE does not exist.
         NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
         CheckpointInvalid: PLACE cannot be read.
     """
+    if not isinstance(spec, str | os.PathLike | Url):
+        raise UsageError(
+            f"{spec!r}: neither text nor a path", hint="name a checkpoint, or a directory of them"
+        )
     place, at = _place_and_step(str(spec) if isinstance(spec, Url) else os.fspath(spec))
     if isinstance(place, Path) and not place.exists():
         raise UsageError(

@@ -1,0 +1,100 @@
+"""What a user may give a session, checked at once: a wrong value met later would meet only one thread or one rank."""
+
+from __future__ import annotations
+
+import operator
+import os
+from numbers import Real
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from holdfast.errors import UsageError
+from holdfast.store.place import Place, Url, absolute
+from holdfast.store.policy import save_policies
+
+_TEXTS = {
+    "checkpoint": "checkpoint='ckpts/', or None",
+    "resume": "resume='auto', 'never', or a checkpoint",
+    "exit_file": "exit_file='exit.json', or None",
+}
+
+
+class Settings:
+    """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: str | os.PathLike[str] | None,
+        resume: str,
+        seed: int,
+        save_every_steps: int | None,
+        save_every_s: float | None,
+        keep: int,
+        copies: int = 1,
+        exit_file: str | os.PathLike[str] | None,
+        grace_s: float | None,
+        save: object = None,
+        memory: int | None = None,
+    ) -> None:
+        every_steps = None if save_every_steps is None else _whole("save_every_steps", save_every_steps, 1)
+        every_s = None if save_every_s is None else _seconds("save_every_s", save_every_s)
+        self.checkpoint: Place | None = (
+            None if checkpoint is None else absolute(_text("checkpoint", checkpoint))
+        )
+        self.resume = _text("resume", resume)
+        self.seed = _whole("seed", seed)
+        self.policies = save_policies(save, every_steps, every_s)
+        self.keep = _whole("keep", keep, 1)
+        self.copies = _whole("copies", copies, 1)
+        self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
+        self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
+        self.memory = None if memory is None else _whole("memory", memory, 0)
+
+
+def extras_of(state: object) -> dict[str, Any]:
+    """The extra objects and values, by name; the user's own dict. Raises: UsageError."""
+    if state is None:
+        return {}
+    if not isinstance(state, dict):
+        raise UsageError(
+            f"session(state=...) is a {type(state).__name__}, not a dict of named objects",
+            hint='give each object a name: state={"ema": ema}',
+        )
+    return state
+
+
+def _whole(name: str, value: object, least: int | None = None) -> int:
+    """A whole number of any type (numpy's, too); True is none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError(
+            f"session({name}={value!r}): not a whole number", hint=f"leave {name} out, or give a number"
+        )
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise UsageError(
+            f"session({name}={number}): must be {least} or more",
+            hint=f"leave {name} out, or give {least} or more",
+        )
+    return number
+
+
+def _seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """A duration; ``zero``: it may be none at all."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"session({name}={value!r}): not a number of seconds", hint=f"{name}=600")
+    seconds = float(value)
+    if not (seconds > 0 or (zero and seconds == 0)):  # nan is neither
+        raise UsageError(
+            f"session({name}={value}): must be {'0 or more' if zero else 'above 0'}", hint=f"{name}=600"
+        )
+    return seconds
+
+
+def _text(name: str, value: object) -> str:
+    """A path or URL, as text."""
+    text = str(value) if isinstance(value, Url) else value
+    text = os.fspath(text) if isinstance(text, os.PathLike) else text
+    if not isinstance(text, str):
+        raise UsageError(f"session({name}={value!r}): neither text nor a path", hint=_TEXTS[name])
+    return text
