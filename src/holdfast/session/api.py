@@ -49,7 +49,7 @@ def open_session(
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
             least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,
             or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
-        keep: valid checkpoints that stay, and each run's newest for an hour. copies: with 2, any one file may be lost.
+        keep: valid checkpoints that stay, of this run and those it came from. copies: with 2, any one file may be lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, plain values or generators, by name.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -31,12 +31,15 @@ from holdfast.errors import (
     InternalError,
     NothingToResume,
     PeerLost,
+    StoreError,
     UsageError,
 )
 from holdfast.runtime.client import Client
+from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
 from holdfast.store.root import Root, resolve
+from holdfast.store.validity import Validity
 
 log = logging.getLogger("holdfast")
 
@@ -84,18 +87,54 @@ def candidates(
         names = [name for name in Root(root).names(run) if name != first]
         own = tuple(root / name for name in ([first] if first else []) + names)
     if resume == "never":
+        if root is not None and not restarted:
+            _warn_of_others(Root(root))
         return Candidates(own, ())
     if resume != "auto":
         return Candidates((*own, resolve(resume)), ())
     if root is None:
         return Candidates((), ())
     found = Root(root).list()
+    if not restarted:
+        _warn_of_another_run(Root(root), [v for v in found if v.valid])
     paths = [place_of(v.path) for v in found if v.valid]
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not v.valid)
     if first and root / first in paths:
         paths.remove(root / first)
         paths.insert(0, root / first)
     return Candidates(tuple(paths), rejected)
+
+
+def _warn_of_others(root: Root) -> None:
+    """Who begins anew among other runs' checkpoints will not be found by the next ``auto``, unless it is ahead."""
+    names = root.names()
+    if names:
+        log.warning(
+            "holdfast: %s holds checkpoints of another run, the newest is %s; a start with resume='auto' goes on from "
+            "the highest step, whosever it is: give this run a directory of its own",
+            root.path,
+            names[0],
+        )
+
+
+def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
+    """The highest step is the newest, also where another run, which did not come from it, has saved since."""
+    if len({v.save_id.run for v in valid if v.save_id}) < 2:
+        return
+    chosen = valid[0]
+    try:
+        last = root.written_last(valid)
+        if lineage_of(chosen.path).holds(last.name) or lineage_of(last.path).holds(chosen.name):
+            return
+    except StoreError:
+        return  # one that is just being removed: this only warns
+    log.warning(
+        "holdfast: %s has the highest step, but another run, which did not come from it, saved last: %s; "
+        "to go on with that one: resume=%r",
+        chosen.name,
+        last.name,
+        last.path,
+    )
 
 
 class Resume:

@@ -36,6 +36,7 @@ from holdfast.session.verify import Verifier
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Catalogue
+from holdfast.store.lineage import Lineage
 from holdfast.store.local import threads_of_rank
 from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.opening import open_attempt
@@ -66,13 +67,14 @@ class Saver:
         rank, adapter: of the session.
         root: where checkpoints go, or None.
         run: first part of every save id.
-        keep: valid checkpoints that pruning leaves.
+        keep: valid checkpoints of this lineage that pruning leaves.
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
         pace: hears what saves cost.
         verifier: compares the copies of the state before any of it is written.
         copies: of everything that is saved beside training, on as many ranks as hold it.
         tier: what this rank keeps in memory.
+        lineage: this run, and those that it came from.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Saver:
         verifier: Verifier,
         tier: Tier,
         *,
+        lineage: Callable[[], Lineage],
         copies: int = 1,
     ) -> None:
         self.root = root
@@ -100,6 +103,7 @@ class Saver:
         self._adapter = adapter
         self._run = run
         self._keep = keep
+        self._lineage = lineage
         self._values = values
         self._locals = locals_
         self._pace = pace
@@ -345,7 +349,7 @@ class Saver:
                 log.info(
                     "holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s
                 )
-                root.prune(self._keep)
+                root.prune(self._keep, lineage=self._lineage())
         except HoldfastError as error:
             log.warning("holdfast: old checkpoints stay: %s", error.message)
         except Exception:  # the save is good all the same: no training ends because of this

@@ -45,6 +45,7 @@ from holdfast.session.signals import ExitWatch
 from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
 from holdfast.session.verify import Verifier
+from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_store
 from holdfast.store.place import ROOT_VARIABLE, absolute
 
@@ -91,6 +92,7 @@ class Session:
         self._client, library = self._join()
         client = self._client
         run = run_of(client, library)
+        self._lineage = Lineage(run.saves_as)
         self.root = (
             absolute(os.environ[ROOT_VARIABLE]) if ROOT_VARIABLE in os.environ else settings.checkpoint
         )
@@ -107,7 +109,7 @@ class Session:
         self._saver = Saver(
             self._rank, self._adapter, self.root, run.saves_as, settings.keep,
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._verifier,
-            self._tier, copies=settings.copies,
+            self._tier, copies=settings.copies, lineage=lambda: self._lineage,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
@@ -234,6 +236,7 @@ class Session:
 
     def _stand_at(self, found: Resumed) -> None:
         self._resumed = found
+        self._lineage = Lineage.of_run(self._lineage.run, found.session, found.path.name)
         self._step = found.step
         self._loops.stand_at(found.session, found.local)
         self._sections.stand_at(found.session)
@@ -465,6 +468,7 @@ class Session:
             "parts": self._parts,
             "place": dict(self._loops.place),
             "section": self._sections.unfinished,
+            "lineage": self._lineage.ancestors,
         }
         return {**collected.values, "session": session}
 

@@ -6,7 +6,7 @@ files comes to the same answer.
 
 Invariants:
 1. The newest valid checkpoint is never removed, nor one that is being read or written, nor a young attempt that is
-   unfinished or the newest of another run.
+   unfinished or the newest of another run. Who prunes for one lineage removes nothing of others that was ever finished.
 2. An attempt is never changed: only made, sealed, repaired from its own copies, or removed.
 """
 
@@ -21,6 +21,7 @@ import msgspec
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import manifest as form
+from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_attempt, open_store
 from holdfast.store.place import Place, Url, place_of
 from holdfast.store.policy import retention
@@ -104,24 +105,35 @@ class Root:
             rejected.append(found)
         return Choice(str(self.path), None, tuple(rejected))
 
-    def prune(self, keep: int | Policy, *, grace_s: float = GRACE_S, dry_run: bool = False) -> Pruned:
+    def prune(
+        self,
+        keep: int | Policy,
+        *,
+        lineage: Lineage | None = None,
+        grace_s: float = GRACE_S,
+        dry_run: bool = False,
+    ) -> Pruned:
         """Remove what is not kept: valid checkpoints by the policy (or all but the newest ``keep``), and wrecks.
 
         An invalid attempt is removed only when a valid checkpoint exists, and it is older than ``grace_s`` or its run
         is past it (has sealed a later step since).
+
+        Args:
+            lineage: only of these; of others nothing but what was never finished and is older than ``grace_s``.
 
         Raises:
             UsageError: ``keep`` < 1.
             StoreWriteError: a directory cannot be removed.
         """
         policy = retention(keep) if isinstance(keep, int) else keep
-        attempts = self.list()
+        attempts = [v for v in self.list() if lineage is None or lineage.holds(v.name) or v.unfinished]
         valid = [v for v in attempts if v.valid]
         if not valid:
             return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
         kept = policy(valid)
         kept.add(valid[0].path)
-        kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
+        if lineage is None:
+            kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
         past = self._past(attempts, valid)
         removed: list[str] = []
         spared: dict[str, str] = {}
@@ -168,6 +180,14 @@ class Root:
                 for save_id in sealed
             )
         }
+
+    def written_last(self, valid: Sequence[Validity]) -> Validity:
+        """Of the newest of each run, the one that was written last, whatever its step.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: that cannot be asked.
+        """
+        return min(self._newest_of_runs(valid), key=lambda found: self._store.age_s(found.name))
 
     @staticmethod
     def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
