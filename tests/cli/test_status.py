@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, fault_text, span
+from holdfast.cli.status import again, facts, fault_text, span
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
@@ -232,6 +232,29 @@ def view_of(made: Made, code: int = 130) -> RunView:
     """Stopped at step 40."""
     made.end(code)
     return Watch(made.directory, made.settings).poll()
+
+
+@pytest.mark.parametrize(
+    ("code", "sealed", "says"),
+    [
+        (3, 15, "newest checkpoint: step 15; 25 steps are not kept"),
+        (74, 39, "newest checkpoint: step 39; 1 step is not kept"),
+        (1, -1, "no checkpoint; 40 steps are not kept"),
+        (77, 40, "newest checkpoint: step 40"),
+        (0, 40, "0 steps lost"),
+        (75, 40, "0 steps lost"),
+    ],
+)
+def test_a_bad_end_says_what_is_kept(made: Made, code: int, sealed: int, says: str) -> None:
+    """No step was lost in a recovery; those after the newest checkpoint are gone all the same."""
+    made.start(0, 1)
+    made.fault()
+    made.recover()
+    if sealed >= 0:
+        made.journal.append("sealed", {"step": sealed, "directory": f"step-{sealed:08d}.it"})
+    found = facts(view_of(made, code))
+    assert says in found
+    assert ("0 steps lost" in found) == (code in (0, 75))
 
 
 def test_what_the_same_command_goes_on_with(made: Made) -> None:

@@ -97,12 +97,22 @@ def facts(view: RunView) -> list[str]:
     found.append(f"{living}/{view.workers} workers" if view.code is None else plural(view.workers, "worker"))
     if view.faults:
         found.append(plural(len(view.faults), "fault"))
-        if view.session:
-            found.append(f"{plural(view.steps_lost, 'step')} lost")
+    if view.session and view.code not in (None, Exit.OK, Exit.REQUEUE):
+        found.append(kept(view))  # recoveries may have lost nothing, and the end much
+    elif view.session and view.faults:
+        found.append(f"{plural(view.steps_lost, 'step')} lost")
     if view.goodput is not None:
         found.append(f"goodput {100 * view.goodput:.1f} %")
     found.append(span(view.elapsed_s))
     return found
+
+
+def kept(view: RunView) -> str:
+    """What is left of a run that did not end well."""
+    behind = view.step - max(view.kept_step, 0)
+    newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
+    not_kept = "is not kept" if behind == 1 else "are not kept"
+    return newest + (f"; {plural(behind, 'step')} {not_kept}" if behind > 0 else "")
 
 
 def plural(count: int, noun: str) -> str:
