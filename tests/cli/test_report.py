@@ -130,7 +130,7 @@ def test_the_end_of_another_rank_is_not_evidence(tmp_path: Path) -> None:
 
 def test_a_process_that_left_for_a_restart(tmp_path: Path) -> None:
     (report,) = faulty(tmp_path, "exit", "left for a restart", signal=None, code=78)
-    assert "its process left for a restart" in report.evidence[0] and "78" not in text(report)
+    assert "its process left for a restart" in report.evidence[0] and "code 78" not in text(report)
 
 
 def test_a_script_without_a_session(tmp_path: Path) -> None:
