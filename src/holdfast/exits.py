@@ -32,7 +32,7 @@ MEANING: dict[Exit, str] = {
     Exit.INTERNAL: "an invariant of Holdfast is broken; please report it",
     Exit.BUDGET: "more faults than the restart budget allows",
     Exit.REQUEUE: "graceful exit, checkpoint sealed; the same command goes on if it saves to the same place",
-    Exit.UNSAVED: "asked or forced to leave, and no checkpoint could be sealed",
+    Exit.UNSAVED: "asked or forced to leave (nodes are lost for good), and no checkpoint could be sealed",
     Exit.ORPHANED: "worker lost its launcher and agent, sealed a checkpoint and left",
     Exit.RESTART: "internal: worker leaves to be restarted",
     Exit.INTERRUPTED: "stopped at once by the user",

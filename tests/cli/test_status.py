@@ -272,7 +272,7 @@ def test_without_a_session_there_is_nothing_to_save(made: Made) -> None:
     view = view_of(made, 76)
     assert "no session was open" in view.meaning and again(view).endswith("where the script itself resumes")
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
-    assert "could be sealed in time" in Watch(made.directory, made.settings).poll().meaning
+    assert "no checkpoint could be sealed" in Watch(made.directory, made.settings).poll().meaning
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ class OptimizerState:
                 then,
             )
 
-    def _refuse_others_parameters(self, saved: Plain) -> None:
+    def _refuse_others_parameters(self, saved: Plain, catalogue: Catalogue) -> None:
         """Raise CheckpointMismatch when the optimizer that wrote ``saved`` updated other parameters of this model.
 
         State of one that is left out would be dropped, and one that came new would begin without, both without a word.
@@ -263,7 +263,10 @@ class OptimizerState:
         if "members" not in saved:  # of before they were noted
             return
         then = {fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._model}
-        now = {fqn: at for at, group in enumerate(self._members()) for fqn in group}
+        # A parameter that the checkpoint lacks is another model's, and said so where its tensors are looked for.
+        now = {
+            fqn: at for at, group in enumerate(self._members()) for fqn in group if fqn in catalogue.by_fqn
+        }
         differences = [
             f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
             for what, names in (
@@ -301,7 +304,7 @@ class OptimizerState:
                 f"the checkpoint {len(saved['groups'])}",
                 hint=_BUILD_THE_SAME,
             )
-        self._refuse_others_parameters(saved)
+        self._refuse_others_parameters(saved, catalogue)
         reused: set[int] = set()
 
         def fetch(path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None) -> torch.Tensor:
