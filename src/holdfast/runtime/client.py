@@ -37,7 +37,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.page import Phase, Word
 from holdfast.core.spares import Called, SpareWaits
-from holdfast.errors import InternalError, ProtocolError
+from holdfast.errors import InternalError, ProtocolError, UnsupportedError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.flight import Flight
@@ -116,6 +116,7 @@ class Client:
         self.connected = False
         self.refused_stale = 0
         self._newest = generation
+        self._sessions = 0
         self._handlers: dict[type[Message], Callable[[Message], None]] = {}
         self._orphan_handlers: list[Callable[[], None]] = []
         self._outbox: deque[Message] = deque()
@@ -138,6 +139,21 @@ class Client:
     def current() -> Client | None:
         """The client of this process, if a launcher started it."""
         return Client._current
+
+    def open_session(self) -> None:
+        """A session of this process begins.
+
+        Raises:
+            UnsupportedError: it is not the first: a newcomer, which runs the script from its top, would join in the
+                first one while the others are in the second.
+        """
+        self._sessions += 1
+        if self._sessions > 1:
+            raise UnsupportedError(
+                "a second session in one process: a job has one",
+                hint="train in one session (its loop may change loaders and learning rates), or make it two jobs: the "
+                "second script loads the first one's weights with holdfast.load(path, model)",
+            )
 
     def start(self) -> None:
         """Start both threads and become :meth:`current`."""

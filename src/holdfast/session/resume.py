@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
@@ -137,6 +140,11 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
     )
 
 
+def _spelled(root: Place | None) -> str:
+    """The same text for the same place, as far as links on this host go."""
+    return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
+
+
 class Resume:
     """One search for a checkpoint.
 
@@ -168,7 +176,7 @@ class Resume:
             CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
             Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
         """
-        found = self._share(look)
+        found = self._share(look, root)
         reasons = list(found.rejected)
         for reason in reasons:
             log.warning("holdfast: rejected checkpoint %s", reason)
@@ -195,8 +203,12 @@ class Resume:
             )
         return None
 
-    def _share(self, look: Callable[[], Candidates]) -> Candidates:
-        """Rank 0 looks, all get the same list."""
+    def _share(self, look: Callable[[], Candidates], root: Place | None) -> Candidates:
+        """Rank 0 looks, all get the same list.
+
+        Raises:
+            UsageError: rank 0 saves elsewhere on this host: no checkpoint would ever have all shares.
+        """
         if self._adapter.world_size == 1:
             return look()
         if self._client is None:
@@ -205,7 +217,12 @@ class Resume:
         if self._adapter.rank == 0:
             try:
                 found = look()
-                message: dict[str, Any] = {"paths": [str(p) for p in found.paths], "rejected": found.rejected}
+                message: dict[str, Any] = {
+                    "paths": [str(p) for p in found.paths],
+                    "rejected": found.rejected,
+                    "host": socket.gethostname(),
+                    "root": _spelled(root),
+                }
             except HoldfastError as error:
                 self._client.kv("set", key, json.dumps({"error": error.message, "hint": error.hint}).encode())
                 raise
@@ -218,6 +235,13 @@ class Resume:
         told = json.loads(reply.value)
         if "error" in told:
             raise UsageError(f"rank 0: {told['error']}", hint=told["hint"])
+        if told["host"] == socket.gethostname() and told["root"] != _spelled(root):
+            raise UsageError(
+                f"rank {self._adapter.rank} saves in {root}, rank 0 in {told['root']}: "
+                "each would hold half a checkpoint",
+                hint="give all ranks the same place: checkpoint= an absolute path, or before the script changes its "
+                "directory",
+            )
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:

@@ -292,6 +292,14 @@ class Saver:
         self.saved(save_id.step)
         return written.sealed or self._await_seal(root / save_id.directory())
 
+    def require_sealed(self, sealed: bool) -> None:
+        """Without a seal a checkpoint is none. Raises: StoreWriteError, unless a recovery comes first."""
+        if not sealed and self.root is not None and not self._rank.fenced:
+            raise StoreWriteError(
+                f"step {self._rank.step} is written, but not sealed: some shares did not come to {self.root}",
+                hint="do all ranks save in the same directory? holdfast ckpt ls says which shares are there",
+            )
+
     def verify(self) -> bool:
         """Compare the copies of the whole state with all ranks, once per step and generation; False: a peer is lost.
 

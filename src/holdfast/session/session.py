@@ -90,6 +90,8 @@ class Session:
                 hint="start without --shrink-to",
             )
         self._client, library = self._join()
+        if self._client is not None:
+            self._client.open_session()
         client = self._client
         run = run_of(client, library)
         self._lineage = Lineage(run.saves_as)
@@ -546,6 +548,7 @@ class Session:
                 try:
                     if not saver.is_written():
                         sealed = saver.save("final", wait=True)
+                        saver.require_sealed(sealed)
                 except PeerLost:
                     rank.await_fence()
                     continue
