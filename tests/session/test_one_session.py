@@ -57,6 +57,7 @@ def test_ranks_that_would_save_in_different_places_are_refused(tmp_path: Path) -
 
 
 def test_links_to_one_place_are_one_place(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "ckpt")
     code, said = run(tmp_path, 'train("other" if dist.get_rank() else "ckpt")\n')
     assert code == 0, said
