@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from holdfast.adapters.base import Collected
 from holdfast.adapters.values import Plain
-from holdfast.core.ids import Generation, SaveId
+from holdfast.core.ids import STEP_MAX, Generation, SaveId
+from holdfast.errors import UsageError
 from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place
 from holdfast.store.plan import plan
@@ -16,7 +17,13 @@ Progress = Callable[[int], object]
 
 
 def import_id(step: int) -> SaveId:
-    """The save that an import after ``step`` updates is."""
+    """The save that an import after ``step`` updates is.
+
+    Raises:
+        UsageError: no step that can be saved.
+    """
+    if not 0 <= step <= STEP_MAX:
+        raise UsageError(f"step {step} cannot be saved", hint=f"give the updates done, 0 to {STEP_MAX}")
     return SaveId("imported", Generation(0, 0), step, 0, "request")
 
 
@@ -34,6 +41,7 @@ def write_imported(
         progress: called with the total size in bytes of what is written; what it returns, with that of each part.
 
     Raises:
+        UsageError: see :func:`import_id`.
         StateError: a value that a checkpoint cannot hold, named.
         StoreWriteError: ``root`` cannot be written, or another import of this step lies there.
     """

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 from rich.table import Table
 
 from holdfast.cli.console import table_console
+from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
@@ -226,7 +227,7 @@ def export(
 @ckpt.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("root")
-@click.option("--step", type=click.IntRange(0), help="Updates done (default: what SOURCE says).")
+@click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
 @json_option
 def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
     """Write SOURCE (a torch.save file or a torch DCP directory) as a checkpoint below ROOT."""

@@ -7,6 +7,7 @@ a position inside one generation; a *generation* is one membership of the job. T
 Invariants:
 1. Generations are totally ordered by (term, n); a message of a lower generation than the receiver's is refused.
 2. A save id is a pure function of (run, generation, step, attempt): every rank computes the same one.
+3. The step of a save id is one that the name of its directory can say: an attempt that nobody lists is never made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ NodeId = NewType("NodeId", str)
 EVERYBODY = MemberId(0)
 """In a message to an agent: every worker of its node."""
 
+STEP_DIGITS_MAX = 15
+STEP_MAX = 10**STEP_DIGITS_MAX - 1
 RUN_ID_LENGTH_MAX = 64
 RUN_ID_PATTERN = rf"[a-z0-9][a-z0-9-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
@@ -78,6 +81,10 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
     step: int
     attempt: int
     kind: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= STEP_MAX:
+            raise ValueError(f"step {self.step}: 0 to {STEP_MAX} can be saved")
 
     def __str__(self) -> str:
         return f"{self.run}.g{self.generation}.a{self.attempt}"

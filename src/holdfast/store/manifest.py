@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import msgspec
 import xxhash
 
-from holdfast.core.ids import RUN_ID_PATTERN, SaveId
+from holdfast.core.ids import RUN_ID_PATTERN, STEP_DIGITS_MAX, SaveId
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.store.codec import refuse
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
@@ -37,7 +37,7 @@ _SUFFIX = b"}\n"
 _BODY_START = len(_PREFIX) + 32 + len(_MIDDLE)
 _RANK_NAME = re.compile(r"rank-r(\d{5})\.json")
 _ATTEMPT_NAME = re.compile(
-    rf"step-(\d{{8,15}})\.({RUN_ID_PATTERN})\.g(\d{{1,10}})\.(\d{{1,10}})\.a(\d{{1,10}})"
+    rf"step-(\d{{8,{STEP_DIGITS_MAX}}})\.({RUN_ID_PATTERN})\.g(\d{{1,10}})\.(\d{{1,10}})\.a(\d{{1,10}})"
 )
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 
