@@ -345,7 +345,7 @@ def test_bad_input_gives_one_typed_error(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / "none.pt")
     for name, kind, why in (
         ("nowhere", UsageError, "does not exist"), ("empty", UsageError, "not a torch DCP"),
-        ("text", CheckpointInvalid, "text"), ("list.pt", UsageError, "holds a list"),
+        ("text", UsageError, "no torch.save file"), ("list.pt", UsageError, "holds a list"),
         ("no.pt", UsageError, "epoch of the model is a int"), ("none.pt", UsageError, "no weights"),
     ):  # fmt: skip
         with pytest.raises(kind, match=why):

@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import holdfast
+from holdfast.adapters.torch.exports import export_checkpoint
 from holdfast.adapters.torch.imports import import_checkpoint
+from holdfast.adapters.torch.state import TorchState
 from holdfast.cli.main import answer
 from holdfast.core.ids import STEP_MAX
-from holdfast.errors import UsageError
+from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.store.place import Place
+from holdfast.store.reader import load_catalogue
+from holdfast.store.reader import load_values as read_values
 from holdfast.store.root import Root
+from holdfast.store.tools import merge
+from holdfast.store.validity import inspect
 
 pytestmark = pytest.mark.torch
+
+
+def small() -> nn.Sequential:
+    """Two layers."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def trained(net: nn.Module, **kinds: Any) -> torch.optim.Adam:
+    """An optimizer after one update of ``net``; ``named=True``: it knows the names."""
+    parameters: Any = net.named_parameters() if kinds.get("named") else net.parameters()
+    optimizer = torch.optim.Adam(parameters)
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def values_of(path: Place) -> dict[str, Any]:
+    """What is beside the tensors."""
+    return dict(read_values(path))
+
+
+def imported(tmp_path: Path, tree: Any, **given: Any) -> Place:
+    """The checkpoint that a torch.save file of ``tree`` becomes."""
+    torch.save(tree, tmp_path / "t.pt")
+    return import_checkpoint(tmp_path / "t.pt", tmp_path / "root", **given)
 
 
 def test_a_step_that_no_directory_can_be_named_after_is_refused(
@@ -29,3 +63,144 @@ def test_a_step_that_no_directory_can_be_named_after_is_refused(
     assert str(STEP_MAX) in capsys.readouterr().err and not target.exists()
     import_checkpoint(tmp_path / "w.pt", target, step=STEP_MAX)
     assert Root(target).newest_valid().require().step == STEP_MAX
+
+
+@pytest.mark.parametrize("said", [7, 7.0, torch.tensor(7), torch.tensor(7.0)])
+@pytest.mark.parametrize("key", ["step", "global_step"])
+def test_the_step_is_read_as_people_write_it(tmp_path: Path, key: str, said: Any) -> None:
+    made = imported(tmp_path, {"model": small().state_dict(), key: said})
+    assert inspect(made).step == 7 and values_of(made)["state"] == {}
+
+
+@pytest.mark.parametrize("said", [True, -1, 7.5, float("nan"), "7", torch.tensor([7]), {"of": 7}])
+def test_a_step_that_is_no_number_is_refused_unless_one_is_given(tmp_path: Path, said: Any) -> None:
+    tree = {"model": small().state_dict(), "step": said}
+    with pytest.raises(UsageError, match="its step is no number") as caught:
+        imported(tmp_path, tree)
+    assert "--step" in caught.value.hint
+    made = imported(tmp_path, tree, step=3)
+    assert inspect(made).step == 3 and set(values_of(made)["state"]) == {"step"}
+
+
+def wrapped(prefix: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Names as a wrapper spells them."""
+    return {prefix + name: value for name, value in names.items()}
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_the_prefix_of_a_wrapper_is_taken_off_and_said(tmp_path: Path, prefix: str) -> None:
+    net = small()
+    optimizer = trained(net, named=True).state_dict()
+    for group in optimizer["param_groups"]:
+        group["param_names"] = [prefix + name for name in group["param_names"]]
+    lines: list[str] = []
+    tree = {"model": wrapped(prefix, net.state_dict()), "optimizer": optimizer, "step": 1}
+    made = imported(tmp_path, tree, note=lines.append)
+    assert {n for n in load_catalogue(made).by_fqn if not n.startswith("optimizer.")} == set(net.state_dict())
+    assert "optimizer.default.0.weight.exp_avg" in load_catalogue(made).by_fqn
+    assert len(lines) == 1 and f"{prefix}0.weight is 0.weight" in lines[0]
+    fresh = small()
+    holdfast.load(made, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), fresh.parameters(), strict=True))
+    resumed = TorchState(fresh, {"default": torch.optim.Adam(fresh.parameters())})
+    resumed.restore(load_catalogue(made), {**values_of(made), "scaler": None})  # does not raise
+
+
+def test_names_are_unwrapped_where_they_are_wrapped_and_nowhere_else(tmp_path: Path) -> None:
+    lines: list[str] = []
+    tree = {
+        "generator": wrapped("module.", small().state_dict()),
+        "part": {"0._orig_mod.weight": torch.ones(2), "1.weight": torch.ones(3)},
+        "own": {"module.weight": torch.ones(4), "other": torch.ones(5)},
+    }
+    made = imported(tmp_path, {"model": tree}, note=lines.append)
+    assert set(load_catalogue(made).by_fqn) == {
+        "generator.0.weight", "generator.0.bias", "generator.1.weight", "generator.1.bias",
+        "part.0.weight", "part.1.weight", "own.module.weight", "own.other",
+    }  # fmt: skip
+    assert len(lines) == 1
+    lines.clear()
+    imported(tmp_path, small().state_dict(), step=2, note=lines.append)
+    assert not lines
+
+
+def test_an_optimizer_of_the_wrapper_with_the_weights_of_the_module(tmp_path: Path) -> None:
+    net = small()
+    optimizer = trained(net, named=True).state_dict()
+    group = optimizer["param_groups"][0]
+    group["param_names"] = [f"module.{name}" for name in group["param_names"]]
+    made = imported(tmp_path, {"model": net.state_dict(), "optimizer": optimizer, "step": 1})
+    assert values_of(made)["optimizers"]["default"]["members"] == [list(net.state_dict())]
+
+
+def test_lightnings_layout(tmp_path: Path) -> None:
+    net = small()
+    optimizer = trained(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    tree = {"epoch": 1, "global_step": 12, "pytorch-lightning_version": "2.5", "state_dict": net.state_dict(),
+            "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()]}  # fmt: skip
+    made = imported(tmp_path, tree)
+    values = values_of(made)
+    assert inspect(made).step == 12 and set(values["state"]) == {"epoch", "pytorch-lightning_version"}
+    assert set(values["optimizers"]) == set(values["schedulers"]) == {"default"}
+    two = imported(tmp_path, {**tree, "optimizer_states": [optimizer.state_dict()] * 2, "global_step": 13})
+    assert set(values_of(two)["optimizers"]) == {"0", "1"}
+    assert values_of(imported(tmp_path, {**tree, "optimizer_states": []}, step=1))["optimizers"] == {}
+
+
+@pytest.mark.parametrize("form", [lambda o: o, lambda o: [o], lambda o: {"g": o}])
+def test_an_optimizer_under_another_name_is_refused(tmp_path: Path, form: Any) -> None:
+    net = small()
+    tree = {"model": net.state_dict(), "opt_g": form(trained(net).state_dict()), "step": 1}
+    with pytest.raises(UsageError, match="opt_g is an optimizer's state") as caught:
+        imported(tmp_path, tree)
+    assert "'optimizer'" in caught.value.hint and not (tmp_path / "root").exists()
+
+
+def test_safetensors_are_weights_alone(tmp_path: Path) -> None:
+    net = small().to(torch.bfloat16)
+    whole = imported(tmp_path, {"model": net.state_dict()})
+    (file,) = export_checkpoint(whole, tmp_path / "hf", "hf")
+    made = import_checkpoint(file, tmp_path / "new", step=5)
+    fresh = small().to(torch.bfloat16)
+    holdfast.load(made, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), fresh.parameters(), strict=True))
+    odd = Path(file).read_bytes()
+    header = odd[8:].split(b"}}")[0] + b"}}"
+    start = 8 + int.from_bytes(odd[:8], "little")
+    (tmp_path / "odd.safetensors").write_bytes(
+        (len(header) + len(header) % 2 + 1).to_bytes(8, "little") + header.ljust(len(header) + len(header) % 2 + 1)
+        + odd[start:]
+    )  # fmt: skip
+    holdfast.load(import_checkpoint(tmp_path / "odd.safetensors", tmp_path / "odd"), fresh)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), fresh.parameters(), strict=True))
+
+
+def test_safetensors_of_more_than_weights_are_refused(tmp_path: Path) -> None:
+    net = small()
+    whole = imported(tmp_path, {"model": net.state_dict(), "optimizer": trained(net).state_dict(), "step": 3})
+    (merged,) = merge(whole, tmp_path / "all.safetensors")
+    with pytest.raises(UsageError, match=r"optimizer\.default") as caught:
+        import_checkpoint(merged, tmp_path / "new")
+    assert "--to torch" in caught.value.hint and not (tmp_path / "new").exists()
+    (tmp_path / "cut.safetensors").write_bytes(Path(merged).read_bytes()[:-1])
+    with pytest.raises(CheckpointInvalid, match=r"cut\.safetensors"):
+        import_checkpoint(tmp_path / "cut.safetensors", tmp_path / "new")
+
+
+def test_what_is_no_torch_file_is_called_so(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "new.pt")
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert import_checkpoint(tmp_path / "old.pt", tmp_path / "root").name.startswith("step-00000000.imported")
+    for name in ("new.pt", "old.pt"):
+        data = (tmp_path / name).read_bytes()
+        for size in (len(data) // 2, len(data) - 200, 40):
+            (tmp_path / "cut.pt").write_bytes(data[:size])
+            with pytest.raises(CheckpointInvalid, match="truncated") as caught:
+                import_checkpoint(tmp_path / "cut.pt", tmp_path / "x")
+            assert caught.value.hint
+    for text in (b"", b"root:x:0:0", b"\x80\x02]q\x00."):
+        (tmp_path / "text").write_bytes(text)
+        with pytest.raises(UsageError, match=r"is no torch\.save file") as wrong:
+            import_checkpoint(tmp_path / "text", tmp_path / "x")
+        assert "DCP" in wrong.value.hint

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 from rich.table import Table
 
 from holdfast.cli.console import table_console
+from holdfast.cli.errors import say
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
@@ -230,7 +231,7 @@ def export(
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
 @json_option
 def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
-    """Write SOURCE (a torch.save file or a torch DCP directory) as a checkpoint below ROOT."""
+    """Write SOURCE (a torch.save file, a torch DCP directory or a .safetensors file) as a checkpoint below ROOT."""
     _needs_torch()
     from holdfast.adapters.torch.imports import import_checkpoint
 
@@ -240,6 +241,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
             root,
             step=step,
             progress=lambda total: stack.enter_context(_progress("import", total, quiet=as_json)),
+            note=say,
         )
     _say_made((str(made),), as_json)
     return 0

@@ -134,16 +134,21 @@ def load_plain(file: IO[bytes] | str, where: str, *, mapped: bool = False) -> An
     """``torch.load`` of tensors and plain values only.
 
     Raises:
-        CheckpointInvalid: something else is in it, named by torch.
+        CheckpointInvalid: damaged, or something else is in it, named by torch.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for damaged or refused content
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # torch's own message advises weights_only=False; the line that names the object is the useful one
-        named = [line for line in lines if line.startswith("WeightsUnpickler error")] or lines[:1]
+        named = [line for line in lines if line.startswith("WeightsUnpickler error")]
+        if not named:
+            why = lines[0].split(". ")[0] if lines else type(error).__name__
+            raise CheckpointInvalid(
+                f"{where} is truncated or damaged: {why}", hint="copy or save it again"
+            ) from error
         raise CheckpointInvalid(
-            f"{where}: not only tensors and plain values: {named[0] if named else type(error).__name__}",
+            f"{where}: not only tensors and plain values: {named[0]}",
             hint="load it where it was written and save tensors, numbers, text, lists and dicts only",
         ) from error
 

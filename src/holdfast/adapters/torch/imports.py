@@ -1,40 +1,48 @@
-"""``torch.save`` files and torch DCP directories as verified checkpoints, to load or to go on from.
+"""What other programs saved (``sources.py``) as verified checkpoints, to load or to go on from.
 
-Theory. Both give one tree of tensors and plain values; nothing in it is executed (``torch.load(weights_only=True)``,
-``dcp.py``). Its parts are found by the names that people use: the model under ``model`` (or the whole tree is one), the
-optimizers under ``optimizer``, and so on; other plain values go to the session's ``state``. Optimizer state is mapped
-to parameter names: by the names that it carries, else by position when the weights leave no doubt, else it is refused.
+Theory. A source is one tree of tensors and plain values. Its parts are found by the names that people use: the model
+under ``model`` (or the whole tree is one), the optimizers under ``optimizer``, and so on; other plain values go to the
+session's ``state``. What looks like an optimizer's state and has another name is refused: as plain state it would be
+lost to the optimizer. Names are those of the user's own module, as a session spells them (``naming.py``). Optimizer
+state is mapped to parameter names: by the names that it carries, else by position when the weights leave no doubt, else
+it is refused.
 
 Invariants:
 1. What is written has the bits of what was read, under the names that the module gives them.
-2. Memory stays small: a file is mapped, a directory goes through a scratch file in the target.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import tempfile
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.adapters.imported import Progress, import_id, write_imported
-from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, read_dcp
+from holdfast.adapters.torch.sources import read_source
 from holdfast.adapters.torch.state import Collected
 from holdfast.adapters.values import Plain, split
-from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.files import writing
+from holdfast.errors import UsageError
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
 
+log = logging.getLogger("holdfast")
+
+# The last of each are Lightning's.
 MODEL = ("model", "model_state_dict", "state_dict")
-OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
-SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "scaler_state_dict")
 STEP = ("step", "global_step")
+WRAPPER = "module."
+"""What ``DistributedDataParallel`` puts before every name."""
+_COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
+"""What ``torch.compile`` puts before the names of the part that it compiles; no module is called so by a user."""
 
 
 def import_checkpoint(
@@ -43,14 +51,17 @@ def import_checkpoint(
     *,
     step: int | None = None,
     progress: Callable[[int], Progress] = lambda size_bytes: int,
+    note: Callable[[str], object] = log.info,
 ) -> Place:
-    """Write a ``torch.save`` file or a DCP directory as a checkpoint below ``root``.
+    """Write what another program saved as a checkpoint below ``root``.
 
     Args:
-        source: of a module's state dict, or of a dict with ``model``, ``optimizer``, ``scheduler``, ``scaler``.
+        source: a ``torch.save`` file or DCP directory of a module's state dict, or of a dict with ``model``,
+            ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; by default what the file says (``step`` or ``global_step``), 0 for weights alone.
         progress: called with the total size in bytes of what is written; what it returns, with that of each part.
+        note: called with a line for the user when the names are not those of the file.
 
     Returns:
         The new checkpoint.
@@ -62,13 +73,12 @@ def import_checkpoint(
         StoreWriteError: ``root`` cannot be written.
     """
     found, target = Path(source), place_of(root)
-    tree = _read(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()))
+    tree = read_source(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()))
     parts = _parts(tree, found)
-    done = parts.step if step is None else step
-    if done is None:
-        if parts.optimizers:
-            raise UsageError(f"{found} does not say its step", hint="holdfast ckpt import --step N")
-        done = 0
+    done = _step(parts, found) if step is None else step
+    if parts.renamed:
+        old, new = next(iter(parts.renamed.items()))
+        note(f"names are taken without the prefix of DDP or torch.compile: {old} is {new}")
     name = import_id(done).directory()
     if name in Root(target).names():
         raise UsageError(f"{target / name} exists", hint="name another directory or --step")
@@ -76,29 +86,20 @@ def import_checkpoint(
     return write_imported(target, done, collected, parts.split(collected), progress)
 
 
-def _read(source: Path, scratch: Path) -> dict[str, Any]:
-    if source.is_dir():
-        if not (source / METADATA_NAME).exists():
-            raise UsageError(
-                f"{source} holds no {METADATA_NAME}: not a torch DCP checkpoint",
-                hint="name a directory that torch.distributed.checkpoint.save wrote, or a torch.save file",
-            )
-        with writing(scratch):
-            scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return read_dcp(source, scratch)
-    if not source.is_file():
-        raise UsageError(f"{source} does not exist", hint="name a torch.save file or a torch DCP directory")
-    mapped = zipfile.is_zipfile(source)
-    if mapped:
-        with source.open("rb") as file:
-            check_zip(file, source.stat().st_size, str(source))
-    tree = load_plain(str(source), str(source), mapped=mapped)
-    if not isinstance(tree, dict):
+def _step(parts: _Parts, source: Path) -> int:
+    """Updates done, as far as the source says.
+
+    Raises:
+        UsageError: it does not, and has more than weights; or it says something else.
+    """
+    if parts.strange_step:
         raise UsageError(
-            f"{source} holds a {type(tree).__name__}, not a state dict",
-            hint="save one for it: torch.save(model.state_dict(), PATH)",
+            f"{source}: its {parts.strange_step} is no number of updates",
+            hint="holdfast ckpt import --step N",
         )
-    return tree
+    if parts.step is None and parts.optimizers:
+        raise UsageError(f"{source} does not say its step", hint="holdfast ckpt import --step N")
+    return parts.step or 0
 
 
 class _Parts:
@@ -107,11 +108,13 @@ class _Parts:
     def __init__(self) -> None:
         self.model: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
+        self.renamed: dict[str, str] = {}  # name in the source -> name of the module, where they differ
         self.optimizers: dict[str, Any] = {}
         self.schedulers: dict[str, Any] = {}
         self.scaler: Any = None
         self.state: dict[str, Any] = {}
         self.step: int | None = None
+        self.strange_step = ""  # the key of what should be the step, and is no number
 
     def split(self, out: Collected) -> dict[str, Plain]:
         """The values of a session; tensors go to ``out``."""
@@ -176,22 +179,25 @@ class _Parts:
         return dict(zip(flat, fqns, strict=True))
 
     def _fqn(self, name: str) -> str:
-        """The first name of a tensor; empty when the model has none of this name."""
-        name = self.aliases.get(name, name)
-        return name if name in self.model else ""
+        """The first name of a tensor; empty when the model has none of this name, wrapped or not."""
+        bare = _COMPILED.sub("", name)
+        while bare.startswith(WRAPPER):
+            bare = bare.removeprefix(WRAPPER)
+        spellings = (self.aliases.get(each, each) for each in (name, self.renamed.get(name, name), bare))
+        return next((each for each in spellings if each in self.model), "")
 
 
 def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
     """Tell the parts of a tree.
 
     Raises:
-        UsageError: there are no weights.
+        UsageError: there are no weights, or an optimizer's state under a name that is not known.
     """
     parts = _Parts()
     rest = dict(tree)
 
-    def take(names: tuple[str, ...]) -> Any:
-        return next((rest.pop(name) for name in names if isinstance(rest.get(name), dict)), None)
+    def take(names: tuple[str, ...], kinds: type | tuple[type, ...] = dict) -> Any:
+        return next((rest.pop(name) for name in names if isinstance(rest.get(name), kinds)), None)
 
     model = take(MODEL)
     if model is None:
@@ -206,13 +212,16 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
             f"{source} holds no weights; its keys are {', '.join(map(str, list(tree)[:10])) or 'none'}",
             hint="save a module's state dict, or a dict with it under 'model'",
         )
-    parts.optimizers = _named(take(OPTIMIZER), "param_groups")
-    parts.schedulers = _named(take(SCHEDULER), "last_epoch")
+    parts.optimizers = _named(take(OPTIMIZER, (dict, list)), "param_groups")
+    parts.schedulers = _named(take(SCHEDULER, (dict, list)), "last_epoch")
     parts.scaler = take(SCALER)
-    step = next((rest.pop(name) for name in STEP if type(rest.get(name)) is int), None)
-    if step is not None and step < 0:
-        raise CheckpointInvalid(f"{source}: step {step}")
-    parts.step = step
+    said = next((name for name in STEP if rest.get(name) is not None), "")
+    parts.step = _number(rest.get(said))
+    if parts.step is None:
+        parts.strange_step = said
+    else:
+        del rest[said]
+    _refuse_optimizers(rest, source)
     parts.state = {str(name): value for name, value in rest.items() if name != "state"}
     own = rest.get("state")
     parts.state |= own if isinstance(own, dict) else {} if own is None else {"state": own}
@@ -221,8 +230,10 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
 
 def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source: Path) -> None:
     """The model's tensors by dotted name; one that shares its memory whole with another is its alias."""
-    for key, value in tree.items():
-        fqn = f"{prefix}{key}"
+    for (key, value), name in zip(tree.items(), _own_names(map(str, tree)), strict=True):
+        fqn = f"{prefix}{name}"
+        if name != str(key):
+            parts.renamed[f"{prefix}{key}"] = fqn
         if isinstance(value, dict):
             _flatten(value, f"{fqn}.", parts, seen, source)
             continue
@@ -239,8 +250,43 @@ def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source
             parts.aliases[fqn] = first
 
 
+def _own_names(keys: Iterable[str]) -> list[str]:
+    """Names as the user's own module spells them, one per key."""
+    given = list(keys)
+    names = [_COMPILED.sub("", key) for key in given]
+    while names and all(name.startswith(WRAPPER) for name in names):
+        names = [name.removeprefix(WRAPPER) for name in names]
+    return names if len(set(names)) == len(given) else given
+
+
 def _named(saved: Any, sign: str) -> dict[str, Any]:
-    """State dicts by name: one alone is called ``default``."""
+    """State dicts by name, as a session's arguments: one alone is called ``default``, those of a list by number."""
+    if isinstance(saved, list):
+        return {"default": saved[0]} if len(saved) == 1 else {str(n): each for n, each in enumerate(saved)}
     if saved is None:
         return {}
     return {"default": saved} if sign in saved else dict(saved)
+
+
+def _number(value: Any) -> int | None:
+    """A number of updates, as people save it: also as a tensor or a float."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and value >= 0 else None
+
+
+def _is_optimizers(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("param_groups"), list)
+
+
+def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
+    """Raises: UsageError: among what is left is an optimizer's state dict."""
+    for name, value in rest.items():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):
+            raise UsageError(
+                f"{source}: {name} is an optimizer's state, under a name that is not known",
+                hint="save it under 'optimizer'; several: {'optimizer': {'NAME': ..., 'NAME': ...}}",
+            )
