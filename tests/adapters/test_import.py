@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import holdfast
-from holdfast.adapters.torch.exports import export_checkpoint
+from holdfast.adapters.torch.exports import Form, export_checkpoint
 from holdfast.adapters.torch.imports import import_checkpoint
+from holdfast.adapters.torch.keys import KEYS, restore_keys
 from holdfast.adapters.torch.state import TorchState
 from holdfast.cli.main import answer
 from holdfast.core.ids import STEP_MAX
-from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.errors import CheckpointInvalid, StateError, UsageError
 from holdfast.store.place import Place
 from holdfast.store.reader import load_catalogue
 from holdfast.store.reader import load_values as read_values
@@ -204,3 +209,50 @@ def test_what_is_no_torch_file_is_called_so(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"is no torch\.save file") as wrong:
             import_checkpoint(tmp_path / "text", tmp_path / "x")
         assert "DCP" in wrong.value.hint
+
+
+KEYED = {
+    "numbers": {1: "a", 2: {3: torch.ones(2)}}, "counter": Counter({30: 1, 60: 2}), "odd": {None: 1, (1, 2): 2, 2.5: 3},
+    "empty": {}, "deep": {"a": {"b": {}}, "c": [{}, 1, [{}], {4: "d"}]}, "lists": [[], [1], {"x": {5: 6}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_keys_that_are_no_text_come_back_as_they_were(tmp_path: Path, to: Form) -> None:
+    path = imported(tmp_path, {"model": small().state_dict(), "step": 4, **KEYED})
+    export_checkpoint(path, tmp_path / "out", to)
+    made = import_checkpoint(tmp_path / "out", tmp_path / "new")
+    saved, loaded = values_of(path)["state"], values_of(made)["state"]
+    assert saved == loaded and type(loaded["counter"]) is Counter
+    assert loaded["numbers"][2][3] == {"@": "tensor", "v": "state.numbers.2.3"}
+
+
+def test_a_schedule_by_milestones_survives_a_dcp_directory(tmp_path: Path) -> None:
+    net = small()
+    optimizer = trained(net)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    path = imported(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict(),
+                               "scheduler": scheduler.state_dict(), "step": 1})  # fmt: skip
+    export_checkpoint(path, tmp_path / "out", "dcp")
+    made = import_checkpoint(tmp_path / "out", tmp_path / "new")
+    assert values_of(made)["schedulers"]["default"]["milestones"] == Counter({3: 1, 5: 1})
+    template = {"scheduler": scheduler.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        state_dict_loader.load(template, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert template["scheduler"]["last_epoch"] == 0, "torch reads it as before"
+
+
+def test_keys_that_are_one_text_are_refused_by_name(tmp_path: Path) -> None:
+    path = imported(tmp_path, {"model": small().state_dict(), "step": 4, "twice": {1: "a", "1": "b"}})
+    with pytest.raises(StateError, match=r"state\.twice has two keys") as caught:
+        export_checkpoint(path, tmp_path / "out", "dcp")
+    assert "torch" in caught.value.hint and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "note", [7, [1], [[["a"], "dict", 3]], [[[], "dict", ["nothing"]]], [[["a"], "dict", [[]]]]]
+)
+def test_a_foreign_note_of_keys_is_refused(note: Any) -> None:
+    with pytest.raises(CheckpointInvalid, match=r"holdfast\.keys"):
+        restore_keys({"a": {"b": 1}, KEYS: note}, "x")

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from holdfast.adapters.torch.boxes import TORCH_DTYPES, byte_view
+from holdfast.adapters.torch.keys import KEYS, note_keys
 from holdfast.adapters.torch.scratch import scratch_tensors
 from holdfast.adapters.values import Plain, join
 from holdfast.adapters.weights import is_sessions, joined_values, weights, weights_of
@@ -63,6 +64,7 @@ def export_checkpoint(
         UsageError: no such checkpoint, or ``target`` exists.
         NothingToResume: no valid checkpoint is there.
         CheckpointInvalid: damaged.
+        StateError: something that this form cannot hold, named.
         StoreWriteError: the output cannot be written; nothing of it is left.
     """
     goal = Path(target)
@@ -101,7 +103,9 @@ def _write_dcp(state: dict[str, Any], folder: Path, goal: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            save(state, storage_writer=FileSystemWriter(folder, thread_count=1), no_dist=True)
+            keys = note_keys(state)
+            whole = {**state, KEYS: keys} if keys else state
+            save(whole, storage_writer=FileSystemWriter(folder, thread_count=1), no_dist=True)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise StoreWriteError(f"cannot write {goal}: {_cause(error)}") from error
 

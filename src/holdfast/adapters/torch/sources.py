@@ -19,6 +19,7 @@ import torch
 
 from holdfast.adapters.torch.boxes import TORCH_DTYPES
 from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, read_dcp
+from holdfast.adapters.torch.keys import restore_keys
 from holdfast.adapters.weights import BESIDE_THE_MODEL
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.codec import StoredTensor, decode_header, header_size_bytes
@@ -65,7 +66,7 @@ def _directory(source: Path, scratch: Path) -> dict[str, Any]:
         )
     with writing(scratch):
         scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return read_dcp(source, scratch)
+    return restore_keys(read_dcp(source, scratch), str(source))
 
 
 def _is_zip(source: Path) -> bool:
