@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
 from holdfast.errors import CheckpointMismatch, UsageError
 from holdfast.store.place import Place
+from tests.store.test_damage import flip
 
 pytestmark = pytest.mark.torch
 
@@ -119,3 +121,18 @@ def test_a_part_of_a_model(tmp_path: Path) -> None:
         holdfast.load(path, part, optional=["1.*"])
     with pytest.raises(UsageError, match="not a list"):
         holdfast.load(path, part, optional="1.*")
+
+
+def test_newer_checkpoints_that_are_passed_over_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = copies(net())
+    root = stored(tmp_path / "a", state).parent
+    newer = import_checkpoint(tmp_path / "a" / "w.pt", root, step=5)
+    flip(Path(str(newer)) / "shard-r00000-000.safetensors", 9)
+    model = net()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert holdfast.load(str(root), model).step == 0
+    assert equal(model, state)
+    assert f"{newer} is newer and was passed over" in caplog.text
+    assert f"holdfast ckpt repair --dry-run {newer}" in caplog.text

@@ -24,8 +24,8 @@ from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
 from holdfast.store.policy import retention
 from holdfast.store.reader import load_catalogue, load_values
-from holdfast.store.repair import repair
-from holdfast.store.root import GRACE_S, Root, resolve
+from holdfast.store.repair import Repaired, repair
+from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, repair_command
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
 
@@ -66,9 +66,9 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
     """What CHECKPOINT holds: its save, tensors and values."""
-    path = resolve(checkpoint)
-    judged = _valid(path)
-    catalogue, values = load_catalogue(path), load_values(path)
+    with _checkpoint(checkpoint) as path:
+        judged = _valid(path)
+        catalogue, values = load_catalogue(path), load_values(path)
     if as_json:
         tensors = {
             t.fqn: {"dtype": t.dtype, "shape": t.shape, "boxes": len(catalogue.boxes(t))}
@@ -92,16 +92,13 @@ def show(checkpoint: str, as_json: bool) -> int:
 @json_option
 def verify(checkpoint: str, as_json: bool) -> int:
     """Read every byte of CHECKPOINT and compare it with its digest."""
-    path = resolve(checkpoint)
-    with _progress("verify", inspect(path).size_bytes, quiet=as_json) as advance:
-        judged = inspect(path, deep=True, progress=advance)
-    if as_json:
-        _say_json(judged)
-    if not judged.valid:
-        raise CheckpointInvalid(
-            judged.reason,
-            hint=f"holdfast ckpt repair --dry-run {path}  (or another one: holdfast ckpt ls {path.parent})",
-        )
+    with _checkpoint(checkpoint) as path:
+        with _progress("verify", inspect(path).size_bytes, quiet=as_json) as advance:
+            judged = inspect(path, deep=True, progress=advance)
+        if as_json:
+            _say_json(judged)
+        if not judged.valid:
+            raise CheckpointInvalid(judged.reason)
     if not as_json:
         click.echo(f"{path}: {_state(judged)}, {judged.tensors} tensors, {_size(judged.size_bytes)} verified")
         for line in judged.damage:
@@ -130,7 +127,8 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
         else:
             click.echo(ranges(info.ranks))
         return 0
-    found = holdings(resolve(str(checkpoint)), pattern)
+    with _checkpoint(str(checkpoint)) as path:
+        found = holdings(path, pattern)
     if as_json:
         before = "["
         for one in found:
@@ -152,15 +150,10 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
-    """Rebuild damaged files of CHECKPOINT, as far as copies and digests allow."""
-    path = resolve(checkpoint)
-    try:
-        done = repair(path, dry_run=dry_run)
-    except CheckpointInvalid as error:
-        error.hint = error.hint or f"it cannot be rebuilt; another one: holdfast ckpt ls {path.parent}"
-        raise
+    """Rebuild damaged files of CHECKPOINT, as far as copies and digests allow; of a root, of the newest that can be."""
+    path, done = _repair_first(_to_repair(checkpoint), dry_run)
     if as_json:
-        _say_json(done)
+        _say_json({"path": str(path), **msgspec.structs.asdict(done)})
         return 0
     for name in done.rebuilt:
         click.echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
@@ -189,10 +182,10 @@ def size_bytes(text: str) -> int:
 @json_option
 def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, as_json: bool) -> int:
     """Write the whole tensors of CHECKPOINT as one safetensors file TARGET."""
-    path = resolve(checkpoint)
-    total = load_catalogue(path).size_bytes
-    with _progress("merge", total, quiet=as_json) as advance:
-        made = merge(path, target, file_size_bytes_max=max_size_bytes or 0, progress=advance)
+    with _checkpoint(checkpoint) as path:
+        total = load_catalogue(path).size_bytes
+        with _progress("merge", total, quiet=as_json) as advance:
+            made = merge(path, target, file_size_bytes_max=max_size_bytes or 0, progress=advance)
     _say_made(made, as_json)
     return 0
 
@@ -218,9 +211,9 @@ def export(
     _needs_torch()
     from holdfast.adapters.torch.exports import export_checkpoint
 
-    path = resolve(checkpoint)
-    with _progress("export", load_catalogue(path).size_bytes, quiet=as_json) as advance:
-        made = export_checkpoint(path, target, to, file_size_bytes_max=max_size_bytes, progress=advance)
+    with _checkpoint(checkpoint) as path:
+        with _progress("export", load_catalogue(path).size_bytes, quiet=as_json) as advance:
+            made = export_checkpoint(path, target, to, file_size_bytes_max=max_size_bytes, progress=advance)
     _say_made(made, as_json)
     return 0
 
@@ -304,18 +297,68 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
         click.echo("\n".join(made))
 
 
+@contextmanager
+def _checkpoint(text: str) -> Iterator[Place]:
+    """The checkpoint that a user means; says what was passed over for it, and what to do where it is damaged."""
+    found = find(text)
+    for note in found.notes():
+        say(f"note: {note}")
+    try:
+        yield found.path
+    except CheckpointInvalid as error:
+        error.hint = error.hint or (
+            f"{repair_command(found.path)}  (or another one: holdfast ckpt ls {found.path.parent})"
+        )
+        raise
+
+
+def _to_repair(text: str) -> list[Place]:
+    """What a user wants repaired: of a root, everything from the newest attempt to the first that is valid."""
+    choice = choose(text)
+    if not isinstance(choice, Choice):
+        return [choice]
+    if not choice.repairable:
+        return [place_of(choice.require().path)]
+    chosen = () if choice.chosen is None else (choice.chosen,)
+    return [place_of(v.path) for v in (*choice.repairable, *chosen)]
+
+
+def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
+    """The first of these that can be repaired, and what that took.
+
+    Raises:
+        CheckpointInvalid: none; of the last one.
+    """
+    *others, last = paths
+    for path in others:
+        try:
+            return path, repair(path, dry_run=dry_run)
+        except CheckpointInvalid as error:
+            say(f"{path} cannot be rebuilt: {error.message}")
+    try:
+        return last, repair(last, dry_run=dry_run)
+    except CheckpointInvalid as error:
+        error.hint = error.hint or f"it cannot be rebuilt; another one: holdfast ckpt ls {last.parent}"
+        raise
+
+
 def _root(text: str) -> Root:
     """The root that a user names; one that is not there is a typing error, and not an empty root."""
     place = place_of(text)
     if isinstance(place, Path) and not place.exists():
         raise UsageError(f"{place} does not exist", hint="name the directory that the session saves to")
+    if is_attempt(place):
+        raise UsageError(
+            f"{place} is a checkpoint, not a directory of them",
+            hint=f"holdfast ckpt show {place}, or its directory: holdfast ckpt ls {place.parent}",
+        )
     return Root(place)
 
 
 def _valid(path: Place) -> Validity:
     judged = inspect(path)
     if not judged.valid:
-        raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt ls {path.parent}")
+        raise CheckpointInvalid(judged.reason)
     return judged
 
 

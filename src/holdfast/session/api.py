@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from holdfast.store.reader import LoadReport
 
 
+log = logging.getLogger("holdfast")
+
+
 def open_session(
     *,
     model: Any,
@@ -119,16 +122,19 @@ def load(
     from holdfast.adapters.torch.state import TorchState
     from holdfast.adapters.weights import BESIDE_THE_MODEL
     from holdfast.store.reader import Target, load_catalogue, load_into, opened
-    from holdfast.store.root import resolve
+    from holdfast.store.root import find, repair_command
     from holdfast.store.validity import inspect
 
     patterns = _patterns(optional)
     configure_logging()
     _require_torch(model)
-    found = resolve(path)
+    meant = find(path)
+    for note in meant.notes():
+        log.warning("holdfast: %s", note)
+    found = meant.path
     judged = inspect(found, deep=True)
     if not judged.valid:
-        raise CheckpointInvalid(judged.reason, hint=f"holdfast ckpt verify {found}")
+        raise CheckpointInvalid(judged.reason, hint=repair_command(found))
     none: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
     with opened(found) as source:
         catalogue = load_catalogue(source)
@@ -154,7 +160,6 @@ def _patterns(optional: object) -> tuple[str, ...]:
 
 def configure_logging() -> None:
     """Give the ``holdfast`` logger a plain handler when the script has configured none; never the root logger."""
-    log = logging.getLogger("holdfast")
     if log.hasHandlers():
         return
     handler = logging.StreamHandler(sys.stderr)

@@ -41,7 +41,7 @@ from holdfast.runtime.client import Client
 from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
-from holdfast.store.root import Root, resolve
+from holdfast.store.root import Root, find
 from holdfast.store.validity import Validity
 
 log = logging.getLogger("holdfast")
@@ -79,7 +79,7 @@ def candidates(
         restarted: this process replaces one that was lost.
 
     Raises:
-        UsageError, NothingToResume: see ``store.root.resolve``.
+        UsageError, NothingToResume: see ``store.root.find``.
     """
     own: tuple[Place, ...] = ()
     first = "" if client is None else client.resume
@@ -94,7 +94,8 @@ def candidates(
             _warn_of_others(Root(root))
         return Candidates(own, ())
     if resume != "auto":
-        return Candidates((*own, resolve(resume)), ())
+        meant = find(resume)
+        return Candidates((*own, meant.path), tuple(f"{v.name}: {v.reason}" for v in meant.passed_over))
     if root is None:
         return Candidates((), ())
     found = Root(root).list()

@@ -72,6 +72,11 @@ class Url(msgspec.Struct, frozen=True):
 Place: TypeAlias = Path | Url
 
 
+def is_path(text: str) -> bool:
+    """True for a path of this machine, False for the URL of a store."""
+    return _URL.match(text) is None
+
+
 def place_of(where: Place | str | os.PathLike[str]) -> Place:
     """The place that a user named.
 
@@ -81,7 +86,7 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
     if isinstance(where, Url):
         return where
     text = os.fspath(where)
-    if _URL.match(text):
+    if not is_path(text):
         return Url.parse(text)
     if text.startswith(tuple(f"{scheme}:/" for scheme in SCHEMES)):
         raise UsageError(

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,22 +24,35 @@ from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import manifest as form
 from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_attempt, open_store
-from holdfast.store.place import Place, Url, place_of
+from holdfast.store.place import Place, Url, is_path, place_of
 from holdfast.store.policy import retention
 from holdfast.store.validity import Validity, inspect
 
 GRACE_S = 3600.0
+STEPS_NAMED_MAX = 8
 
 Policy = Callable[[Sequence[Validity]], set[str]]
 """Given the valid checkpoints, newest first, the paths of those to keep (see ``policy.py``)."""
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The newest valid checkpoint, if any, and every newer attempt that was rejected (each with its reason)."""
+    """The newest valid checkpoint, if any, and every newer attempt that was rejected (each with its reason).
+
+    Attributes:
+        at: the only step that was asked for.
+        steps: of all attempts that are there, newest first.
+    """
 
     root: str
     chosen: Validity | None
     rejected: tuple[Validity, ...]
+    at: int | None = None
+    steps: tuple[int, ...] = ()
+
+    @property
+    def repairable(self) -> tuple[Validity, ...]:
+        """What was rejected and may be rebuilt from copies: it was finished."""
+        return tuple(v for v in self.rejected if not v.unfinished)
 
     def require(self) -> Validity:
         """The chosen checkpoint.
@@ -48,12 +62,34 @@ class Choice(msgspec.Struct, frozen=True):
         """
         if self.chosen is not None:
             return self.chosen
-        reasons = "".join(f"\n  {v.name}: {v.reason}" for v in self.rejected)
-        raise NothingToResume(
-            f"no valid checkpoint in {self.root}"
-            + (f"; rejected:{reasons}" if reasons else " (no attempt at all)"),
-            hint=f"holdfast ckpt ls {self.root}",
-        )
+        look = f"holdfast ckpt ls {self.root}"
+        if self.repairable:
+            look = f"{repair_command(self.repairable[0].path)}  (or look at all: {look})"
+        raise NothingToResume(f"no valid checkpoint in {self.root}{self._why()}", hint=look)
+
+    def _why(self) -> str:
+        if self.rejected:
+            return "; rejected:" + "".join(f"\n  {v.name}: {v.reason}" for v in self.rejected)
+        if not self.steps:
+            return " (no attempt at all)"
+        named = ", ".join(map(str, self.steps[:STEPS_NAMED_MAX]))
+        more = f" and {len(self.steps) - STEPS_NAMED_MAX} more" if len(self.steps) > STEPS_NAMED_MAX else ""
+        return f": no attempt of step {self.at}; there are {named}{more}"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The checkpoint that a user meant, and where a root was named, the newer attempts that were passed over."""
+
+    path: Place
+    passed_over: tuple[Validity, ...] = ()
+
+    def notes(self) -> list[str]:
+        """A line per attempt that was passed over, with what may mend it."""
+        return [
+            f"{v.path} is newer and was passed over: {v.reason}"
+            + ("" if v.unfinished else f" (copies may heal it: {repair_command(v.path)})")
+            for v in self.passed_over
+        ]
 
 
 class Pruned(msgspec.Struct, frozen=True):
@@ -95,15 +131,16 @@ class Root:
             CheckpointInvalid: the root cannot be read.
         """
         rejected: list[Validity] = []
-        for name in self.names(run):
-            key = form.attempt_key(name)
-            if at is not None and key is not None and key[0] != at:
-                continue
+        chosen: Validity | None = None
+        steps = {name: (form.attempt_key(name) or (-1,))[0] for name in self.names(run)}
+        for name in (name for name, step in steps.items() if at in (None, step)):
             found = inspect(self.path / name, deep)
             if found.valid:
-                return Choice(str(self.path), found, tuple(rejected))
+                chosen = found
+                break
             rejected.append(found)
-        return Choice(str(self.path), None, tuple(rejected))
+        there = tuple(dict.fromkeys(steps.values()))
+        return Choice(str(self.path), chosen, tuple(rejected), at, there)
 
     def prune(
         self,
@@ -199,13 +236,35 @@ class Root:
         return list(newest.values())
 
 
+def repair_command(path: Place | str) -> str:
+    """What tells whether a damaged checkpoint can be rebuilt."""
+    return f"holdfast ckpt repair --dry-run {shlex.quote(str(path))}"
+
+
 def resolve(spec: Place | str | os.PathLike[str]) -> Place:
+    """The path alone of what :func:`find` finds."""
+    return find(spec).path
+
+
+def find(spec: Place | str | os.PathLike[str]) -> Found:
     """The checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
         UsageError: not a path, STEP is not a number, or PLACE does not exist.
         NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
         CheckpointInvalid: PLACE cannot be read.
+    """
+    choice = choose(spec)
+    if isinstance(choice, Choice):
+        return Found(place_of(choice.require().path), choice.rejected)
+    return Found(choice)
+
+
+def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
+    """What there is to choose from where a root is named; an attempt is itself.
+
+    Raises:
+        UsageError, CheckpointInvalid: as :func:`find`.
     """
     if not isinstance(spec, str | os.PathLike | Url):
         raise UsageError(
@@ -216,14 +275,16 @@ def resolve(spec: Place | str | os.PathLike[str]) -> Place:
         raise UsageError(
             f"{place} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP"
         )
-    if form.attempt_key(place.name) or _is_attempt(place):
-        return place
-    return place_of(Root(place).newest_valid(at).require().path)
+    return place if is_attempt(place) else Root(place).newest_valid(at)
 
 
-def _is_attempt(place: Place) -> bool:
+def is_attempt(place: Place) -> bool:
     """An attempt that lies under another name is known by its catalogue."""
-    if isinstance(place, Url) and place.parent == place:  # a whole bucket
+    if form.attempt_key(place.name):
+        return True
+    if isinstance(place, Path):  # a root may be a symbolic link
+        return os.path.lexists(place / form.CATALOGUE_NAME)
+    if place.parent == place:  # a whole bucket
         return False
     with open_attempt(place) as attempt:
         return attempt.exists(form.CATALOGUE_NAME)
@@ -231,6 +292,8 @@ def _is_attempt(place: Place) -> bool:
 
 def _place_and_step(spec: str) -> tuple[Place, int | None]:
     text, at_sign, step = spec.rpartition("@")
+    if at_sign and is_path(spec) and os.path.lexists(spec):
+        return Path(spec), None
     if at_sign and step.isdecimal():
         return place_of(text), int(step)
     place = place_of(spec)

@@ -1,0 +1,145 @@
+"""``holdfast ckpt`` where a user names a root, a place with an odd name, or something that is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import answer
+from holdfast.errors import NothingToResume, UsageError
+from holdfast.store.root import find, resolve
+from holdfast.store.validity import inspect
+from tests.store.test_damage import flip
+from tests.store.worlds import pipeline, save, save_id
+
+WORLD = pipeline(edge=8)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """One ``holdfast ckpt`` command: exit code, output, errors."""
+    code = answer(["ckpt", *args])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def shard(root: Path, step: int) -> Path:
+    """A file with tensors of this step."""
+    return root / save_id(step).directory() / "shard-r00000-000.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 10, 20, 30, of which 30 has a damaged header (rebuilt from its manifest) and 20 is cut (lost)."""
+    for step in (10, 20, 30):
+        save(tmp_path / "root", WORLD, save_id(step))
+    flip(shard(tmp_path / "root", 30), 9)
+    os.truncate(shard(tmp_path / "root", 20), shard(tmp_path / "root", 20).stat().st_size - 1)
+    return tmp_path / "root"
+
+
+def test_what_was_passed_over_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / save_id(40).directory()).mkdir()
+    for command in (["verify"], ["show"], ["holders"], ["merge", str(tmp_path / "out.safetensors")]):
+        code, out, err = run(capsys, command[0], str(root), *command[1:])
+        lines = err.splitlines()
+        assert code == 0 and out and len(lines) == 3, err
+        assert save_id(40).directory() in lines[0] and "no rank has finished" in lines[0]
+        assert "repair" not in lines[0], "it was never finished"
+        assert save_id(30).directory() in lines[1] and "header" in lines[1]
+        assert f"holdfast ckpt repair --dry-run {root / save_id(30).directory()}" in lines[1]
+        assert save_id(20).directory() in lines[2]
+    code, out, _ = run(capsys, "verify", str(root), "--json")
+    assert json.loads(out)["step"] == 10 and code == 0
+    code, _, err = run(capsys, "verify", str(root / save_id(10).directory()))
+    assert code == 0 and not err
+
+
+def test_repair_of_a_root_mends_the_newest_that_can_be(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(shard(root, 30), shard(root, 30).stat().st_size - 1)
+    flip(shard(root, 20), 9)
+    code, out, err = run(capsys, "repair", str(root), "--dry-run")
+    assert (
+        code == 0
+        and "step-00000030" in err
+        and "step-00000020" in err
+        and err.count("cannot be rebuilt") == 2
+    )
+    assert "step-00000010" in out
+    for step in (20, 30):
+        save(root, WORLD, save_id(step, attempt=1))
+    flip(root / save_id(30, attempt=1).directory() / "shard-r00000-000.safetensors", 9)
+    code, out, _ = run(capsys, "repair", str(root), "--json")
+    done = json.loads(out)
+    assert code == 0 and done["sealed"] and done["rebuilt"] == ["shard-r00000-000.safetensors"]
+    assert Path(done["path"]).name == save_id(30, attempt=1).directory() and inspect(done["path"]).valid
+    code, out, err = run(capsys, "repair", str(root))
+    assert code == 0 and "nothing to repair" in out and not err
+    code, _, err = run(capsys, "repair", f"{root}@20")
+    assert code == 0 and not err
+
+
+def test_where_nothing_is_valid_repair_is_next(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = root / save_id(30).directory()
+    with pytest.raises(NothingToResume) as caught:
+        resolve(f"{root}@30")
+    assert caught.value.hint.startswith(f"holdfast ckpt repair --dry-run {newest}")
+    code, out, _ = run(capsys, "repair", f"{root}@30")
+    assert code == 0 and "valid and sealed" in out
+    code, _, err = run(capsys, "repair", f"{root}@20")
+    assert code == 3 and "next: it cannot be rebuilt" in err
+    (root / save_id(40).directory()).mkdir()
+    code, _, err = run(capsys, "repair", f"{root}@40")
+    assert code == 3 and err.splitlines()[-1] == f"  next: holdfast ckpt ls {root}"
+
+
+def test_a_damaged_checkpoint_has_a_next_step_in_every_command(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shard(root, 10).parent
+    flip(shard(root, 10), shard(root, 10).stat().st_size - 1)
+    target = str(tmp_path / "out")
+    for command, *rest in (["verify"], ["merge", target]):
+        code, _, err = run(capsys, command, str(path), *rest)
+        assert code == 3 and err.splitlines()[-1].startswith(f"  next: holdfast ckpt repair --dry-run {path}")
+    (path / "rank-r00000.json").write_bytes(b"")
+    for command in ("show", "holders"):
+        code, _, err = run(capsys, command, str(path))
+        assert code == 3 and err.splitlines()[-1].startswith("  next: holdfast ckpt repair")
+
+
+def test_a_step_that_is_not_there_is_said_with_those_that_are(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(NothingToResume, match=r"no attempt of step 7; there are 30, 20, 10\n"):
+        resolve(f"{root}@7")
+    for step in range(100, 110):
+        (tmp_path / save_id(step).directory()).mkdir()
+    with pytest.raises(NothingToResume, match=r"there are 109, .*, 102 and 2 more\n"):
+        resolve(f"{tmp_path}@7")
+
+
+def test_a_place_whose_name_ends_like_a_step(root: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "r@5"
+    root.rename(odd)
+    assert find(odd).path.name == find(str(odd)).path.name == save_id(10).directory()
+    assert find(f"{odd}@10").path.name == save_id(10).directory()
+    with pytest.raises(UsageError, match=r"r does not exist"):
+        find(tmp_path / "r@6")
+
+
+def test_a_link_to_a_root_is_one(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(root)
+    assert find(tmp_path / "link").path.name == save_id(10).directory()
+    assert run(capsys, "ls", str(tmp_path / "link"))[0] == 0
+
+
+def test_a_checkpoint_is_no_root(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / save_id(10).directory()
+    path.rename(tmp_path / "renamed")
+    for wrong in (tmp_path / "renamed", root / save_id(20).directory()):
+        for command in (["ls"], ["prune", "--keep", "1"]):
+            code, _, err = run(capsys, command[0], str(wrong), *command[1:])
+            assert code == 2 and "is a checkpoint" in err and f"holdfast ckpt ls {wrong.parent}" in err
