@@ -6,10 +6,13 @@ import json
 import os
 from pathlib import Path
 
+import click
 import pytest
 
+from holdfast.cli.ckpt import size_bytes
 from holdfast.cli.main import answer
 from holdfast.errors import NothingToResume, UsageError
+from holdfast.store.place import place_of
 from holdfast.store.root import find, resolve
 from holdfast.store.validity import inspect
 from tests.store.test_damage import flip
@@ -143,3 +146,54 @@ def test_a_checkpoint_is_no_root(root: Path, tmp_path: Path, capsys: pytest.Capt
         for command in (["ls"], ["prune", "--keep", "1"]):
             code, _, err = run(capsys, command[0], str(wrong), *command[1:])
             assert code == 2 and "is a checkpoint" in err and f"holdfast ckpt ls {wrong.parent}" in err
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "-5", "-0.1"])
+def test_a_grace_that_protects_nothing_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    before = sorted(root.iterdir())
+    code, _, err = run(capsys, "prune", str(root), "--keep", "1", "--grace-s", number)
+    assert code == 2 and number in err and "--grace-s" in err and sorted(root.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1KB", 1000), ("1kB", 1000), ("1k", 1000), ("1 kb", 1000), ("2MB", 2_000_000), ("5gb", 5 * 10**9),
+     ("1.5GB", 1_500_000_000), ("1KiB", 1024), ("2mib", 2 * 1024**2), ("4GiB", 4 * 1024**3), ("1T", 10**12),
+     ("100B", 100), ("100", 100), (" 7 b ", 7)],
+)  # fmt: skip
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5iB", "5XB", "0", "-1GB", "1e9", "5 G B", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size"):
+        size_bytes(text)
+
+
+@pytest.mark.parametrize("name", ["my model.safetensors", "été", "x" * 200, "a:b;c&d'e"])
+def test_an_output_has_the_name_that_the_user_gives_it(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    code, out, err = run(capsys, "merge", f"{root}@10", str(tmp_path / name))
+    assert code == 0 and out == f"{tmp_path / name}\n", err
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["root", name])
+
+
+def test_an_output_whose_name_cannot_be_shown_is_refused(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a\nb", "a\x1b[31m", "a\udcff"):
+        code, _, err = run(capsys, "merge", f"{root}@10", str(tmp_path / name))
+        assert code == 3 and "next: " in err and [p.name for p in tmp_path.iterdir()] == ["root"]
+
+
+def test_nothing_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="empty text"):
+        place_of("")
+    assert place_of(Path()) == place_of(".") == Path()
+    for command in (["ls", ""], ["verify", ""], ["prune", "", "--keep", "1"]):
+        code, _, err = run(capsys, *command)
+        assert code == 2 and "next: write a directory" in err

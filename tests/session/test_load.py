@@ -136,3 +136,14 @@ def test_newer_checkpoints_that_are_passed_over_are_said(
     assert equal(model, state)
     assert f"{newer} is newer and was passed over" in caplog.text
     assert f"holdfast ckpt repair --dry-run {newer}" in caplog.text
+
+
+def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an unset variable of a shell gives: it meant the current directory."""
+    monkeypatch.chdir(tmp_path)
+    model = net()
+    with pytest.raises(UsageError, match="empty text"):
+        holdfast.session(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), checkpoint="")
+    with pytest.raises(UsageError, match="empty text"):
+        holdfast.load("", model)
+    assert not list(tmp_path.iterdir())

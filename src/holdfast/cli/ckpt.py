@@ -18,6 +18,7 @@ from rich.table import Table
 
 from holdfast.cli.console import table_console
 from holdfast.cli.errors import say
+from holdfast.cli.finite import Finite
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
@@ -163,15 +164,16 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """The bytes that ``5GB``, ``500MB`` or ``1000000`` mean.
+    """The bytes that ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` mean.
 
     Raises:
         click.BadParameter: something else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", text.strip().lower())
     if match is None or not float(match[1]):
-        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 500MB or a number of bytes")
-    return max(1, int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")))
+        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 500MB, 4GiB or a number of bytes")
+    unit = 1024 if match[3] else 1000
+    return max(1, int(float(match[1]) * unit ** " kmgt".index(match[2] or " ")))
 
 
 @ckpt.command("merge")
@@ -244,8 +246,8 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 @click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
-@click.option("--grace-s", type=float, default=GRACE_S, show_default=True, help="Spare unfinished attempts, and the "
-              "newest of each run, younger than this.")  # fmt: skip
+@click.option("--grace-s", type=Finite(min=0), default=GRACE_S, show_default=True,
+              help="Spare unfinished attempts, and the newest of each run, younger than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:

@@ -6,6 +6,7 @@ import click
 
 from holdfast.cli.errors import logs_at
 from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.finite import Finite
 from holdfast.cli.view import Watch
 from holdfast.core.messages import ExitRun
 from holdfast.errors import UserError
@@ -16,7 +17,10 @@ from holdfast.runtime.launch import AgentLink
 @run_argument
 @click.option("--cancel", is_flag=True, help="Take an earlier request back.")
 @click.option(
-    "--grace-s", "--grace_s", type=float, help="Seconds until the workers are killed (default: the run's)."
+    "--grace-s",
+    "--grace_s",
+    type=Finite(min=0),
+    help="Seconds until the workers are killed (default: the run's).",
 )
 def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None) -> int:
     """Ask RUN (an id, a path, or the newest) to save at the end of a step and leave with code 75."""

@@ -8,11 +8,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from holdfast.cli.finite import Finite
 from holdfast.cli.flags import FLAGS, Flag
 from holdfast.cli.resolve import RUN_HELP, resolve
 from holdfast.errors import AuthError, UsageError, UserError
 
-_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": float}
+_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
 _SECTIONS: tuple[tuple[str, Callable[[Flag], bool]], ...] = (
     ("Holdfast's own", lambda f: f.ours),
     ("As in torchrun", lambda f: f.use == "used" and not f.ours),

@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 import msgspec
 
+from holdfast.cli.finite import Finite
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
 from holdfast.sim.checks import Violation
@@ -31,11 +32,21 @@ T = TypeVar("T")
 @click.option("--faults", "faults_file", type=Path, help=f"JSON of the faults of that run, e.g. {EXAMPLE}")
 @click.option("--forecast", "foretell", is_flag=True, help="Goodput of a fleet of --ranks, by cause of loss.")
 @click.option(
-    "--rank-hours", default=50_000.0, show_default=True, help="Forecast: rank-hours between faults."
+    "--rank-hours",
+    type=Finite(min=0, min_open=True),
+    default=50_000.0,
+    show_default=True,
+    help="Forecast: rank-hours between faults.",
 )
-@click.option("--step-s", default=10.0, show_default=True, help="Forecast: seconds of a step.")
 @click.option(
-    "--stop-s", default=30.0, show_default=True, help="Forecast: seconds that a lost worker stops the job."
+    "--step-s", type=Finite(min=0), default=10.0, show_default=True, help="Forecast: seconds of a step."
+)
+@click.option(
+    "--stop-s",
+    type=Finite(min=0),
+    default=30.0,
+    show_default=True,
+    help="Forecast: seconds that a lost worker stops the job.",
 )
 @click.option(
     "--causes", "causes_file", type=Path, help="Forecast: JSON list of name, rank_hours, stop_s, redo_s."

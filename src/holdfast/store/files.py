@@ -18,7 +18,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 from holdfast.store.base import Closes
 from holdfast.store.place import Place
 
-_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
+NAME_SIZE_BYTES_MAX = 255
 TEMPORARY_PREFIX = ".tmp-"
 IOVECS_MAX = 512
 _HINTS = {
@@ -343,7 +342,11 @@ def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None
 
 
 def checked_name(name: str) -> str:
-    """``name``, when it may name a file of a checkpoint. Raises: StoreError."""
-    if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise StoreError(f"{name!r} is not a file name of a checkpoint")
+    """``name``, when it leads nowhere else and can be shown. Raises: StoreError."""
+    leads = not name or "/" in name or name in (".", "..")
+    # What is not printable may drive a terminal, or is no text: a surrogate cannot be encoded.
+    if leads or not name.isprintable() or len(name.encode()) > NAME_SIZE_BYTES_MAX:
+        raise StoreError(
+            f"{name!r} is not a file name", hint="write a plain name, without control characters"
+        )
     return name

@@ -81,11 +81,16 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
     """The place that a user named.
 
     Raises:
-        UsageError: see :meth:`Url.parse`; also a URL that went through ``pathlib``, which loses a slash.
+        UsageError: see :meth:`Url.parse`; an empty text (an unset variable would mean the current directory); a URL
+            that went through ``pathlib``, which loses a slash.
     """
     if isinstance(where, Url):
         return where
     text = os.fspath(where)
+    if not text:
+        raise UsageError(
+            "an empty text names no place for checkpoints", hint="write a directory; '.' is this one"
+        )
     if not is_path(text):
         return Url.parse(text)
     if text.startswith(tuple(f"{scheme}:/" for scheme in SCHEMES)):
