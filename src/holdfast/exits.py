@@ -22,6 +22,7 @@ class Exit(IntEnum):
     ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
     RESTART = 78  # worker only: leaves so that it can be restarted; no command ends with it
     INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
+    PIPE = 141  # who read the output has gone: 128 + SIGPIPE, as of any program that this signal ends
 
 
 MEANING: dict[Exit, str] = {
@@ -36,4 +37,5 @@ MEANING: dict[Exit, str] = {
     Exit.ORPHANED: "worker lost its launcher and agent, sealed a checkpoint and left",
     Exit.RESTART: "internal: worker leaves to be restarted",
     Exit.INTERRUPTED: "stopped at once by the user",
+    Exit.PIPE: "who read the output has gone",
 }

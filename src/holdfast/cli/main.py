@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from holdfast.cli.errors import closest, show, show_unexpected, translate
+from holdfast.cli.output import OutputLost, flush, watch
 from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
 
@@ -80,7 +81,17 @@ def cli() -> None:
 
 def answer(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        try:
+            return _answer(list(sys.argv[1:] if argv is None else argv) or ["--help"])
+        finally:
+            flush()
+    except OutputLost as lost:
+        return lost.answer()
+
+
+def _answer(args: list[str]) -> int:
+    """As :func:`answer`. Raises: OutputLost."""
     try:
         code = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
     except click.ClickException as error:
@@ -89,6 +100,8 @@ def answer(argv: Sequence[str] | None = None) -> int:
         return show(error)
     except (click.Abort, KeyboardInterrupt):
         return Exit.INTERRUPTED
+    except OutputLost:
+        raise
     except Exception as error:
         return show_unexpected(error)
     return code if isinstance(code, int) else Exit.OK
@@ -96,4 +109,5 @@ def answer(argv: Sequence[str] | None = None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``holdfast`` script."""
+    watch()
     sys.exit(answer(argv))

@@ -89,7 +89,8 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
     text = os.fspath(where)
     if not text:
         raise UsageError(
-            "an empty text names no place for checkpoints", hint="write a directory; '.' is this one"
+            "an empty text names no place for checkpoints",
+            hint=f"write a directory ('.' is this one), or unset an empty {ROOT_VARIABLE}",
         )
     if not is_path(text):
         return Url.parse(text)
