@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import StoreWriteError
 from holdfast.store.root import Root
 from tests.runtime.runs import until
 from tests.session.test_solo import Job
@@ -41,3 +42,17 @@ def test_failed_saves_leave_nothing_on_a_full_disk(tiny_disk: Path, caplog: pyte
             with step as batch:
                 job.update(batch)
     assert freed > full
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["final", "rescue"])
+def test_a_last_save_that_fails_leaves_nothing(tiny_disk: Path, fails: bool) -> None:
+    job = Job(width=1500)
+    (tiny_disk / "ballast").write_bytes(bytes(1_000_000))
+    expected = ZeroDivisionError if fails else StoreWriteError
+    with pytest.raises(expected), job.session(checkpoint=tiny_disk / "ckpt") as s:
+        for step in s.steps(job.loader, until=3):
+            with step as batch:
+                job.update(batch)
+            if fails and step.number == 1:
+                raise ZeroDivisionError
+    assert not list((tiny_disk / "ckpt").iterdir())

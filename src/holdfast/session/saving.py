@@ -280,8 +280,9 @@ class Saver:
             written = write_share(
                 root, save_id, catalogue, made, rank, collected, values, own, threads=threads
             )
-        except HoldfastError:
-            self._all_wrote(False)  # the others wait for this share
+        except HoldfastError as error:
+            self._all_wrote(False)  # the others wait for this share, and are at theirs no more
+            self._abandon(save_id, error)
             raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
@@ -343,11 +344,17 @@ class Saver:
         self._report(save_id, result)
         if isinstance(result, Written):
             self._pace.measured(durable_s=result.duration_s)
+            if self.root is not None:
+                self._tidy(Root(self.root), save_id, result)
         else:
             self._unwritten = save_id.generation, save_id.step
-            self._wrecks.append(save_id)
+            self._abandon(save_id, result)
+
+    def _abandon(self, save_id: SaveId, error: HoldfastError) -> None:
+        """A save is of no use: this rank could not write its share."""
+        self._wrecks.append(save_id)
         if self.root is not None:
-            self._tidy(Root(self.root), save_id, result)
+            self._tidy(Root(self.root), save_id, error)
 
     def _tidy(self, root: Root, save_id: SaveId, result: Written | HoldfastError) -> None:
         """Remove what is of no use any more. What a full disk holds of a failed save would let the next fail, too."""
@@ -424,10 +431,12 @@ class Saver:
             )
         except HoldfastError as error:
             self._report(order.save_id, error)
+            self._abandon(order.save_id, error)
         except Exception as error:
             failed = InternalError(f"the last-gasp failed: {type(error).__name__}: {error}")
             log.exception("holdfast: last-gasp")
             self._report(order.save_id, failed)
+            self._abandon(order.save_id, failed)
         else:
             self._done(order.save_id, written)
 
@@ -478,5 +487,6 @@ class Saver:
             written = self._gasp(self.root, save_id, (self._adapter.rank,), alone, {}, frozen)
         except (StateError, StoreWriteError) as error:
             log.error("holdfast: step %d was not saved: %s", save_id.step, error)
+            self._abandon(save_id, error)
         else:
             self._done(save_id, written)
