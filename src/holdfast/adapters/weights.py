@@ -16,12 +16,12 @@ from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place
 from holdfast.store.reader import Opened, load_catalogue, load_values_of_all
 
-BESIDE_THE_MODEL = ("optimizer.", "scheduler.", "scaler.", "state.")
-"""How names of tensors begin that come and go with the training, whatever the model."""
+EXTRA_STATE = "_extra_state"
+"""The part of a name that says: not a tensor of the module, but what it gives as its extra state."""
 
 
 def joined_values(path: Place | Opened, names: Collection[str] | None = None) -> dict[str, Plain]:
-    """The values of the first writer, with optimizer state, aliases and transient names of all of them.
+    """The values of the first writer, with what differs by parameter or module (optimizer state, names) of all of them.
 
     Args:
         names: tensors of the rank that asks: writers that have nothing to say about them are left out, and the one that
@@ -38,6 +38,8 @@ def joined_values(path: Place | Opened, names: Collection[str] | None = None) ->
         for other in others:
             values["aliases"] = {**values["aliases"], **other["aliases"]}  # type: ignore[dict-item]
             values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})  # type: ignore[misc]
+            if "modules" in values:
+                values["modules"] = {**values["modules"], **other["modules"]}  # type: ignore[dict-item]
             values["optimizers"] = {
                 name: _joined(mine, other["optimizers"][name])  # type: ignore[index]
                 for name, mine in values["optimizers"].items()
@@ -53,18 +55,55 @@ def is_sessions(values: Mapping[str, Plain]) -> bool:
 
 
 def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
-    """Names of the model's parameters and persistent buffers, sorted; all names when no session wrote the values."""
+    """Names of the model's parameters and persistent buffers, sorted; all names when no session wrote the values.
+
+    Extra state of modules is not among them: it need not be one tensor.
+    """
     if not is_sessions(values):
         return [t.fqn for t in catalogue.tensors]
-    other: set[str] = set(values.get("transient", ()))
+    other = beside_the_model(catalogue.by_fqn, values) | set(values.get("transient", ()))
+    return [t.fqn for t in catalogue.tensors if t.fqn not in other]
+
+
+def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set[str]:
+    """Of the tensors of a checkpoint (a set or a mapping), those that are neither parameters nor buffers.
+
+    Values of some writers say it of a whole checkpoint, too: what they need not name is optimizer state of parameters
+    and extra state of modules of others, and these have names that no tensor of a model has.
+    """
+    if "framework" in values:  # not torch: values that name no tensors
+        return {name for name in names if name.startswith("optimizer.")}
+    found = {str(name) for name in _tensors_of(values)}
+    starts = tuple(f"optimizer.{name}." for name in values.get("optimizers") or ())
+    for name in names:
+        start = next((s for s in starts if name.startswith(s)), "")
+        if (start and _is_of_another(name.removeprefix(start), names)) or EXTRA_STATE in name.split("."):
+            found.add(name)
+    return found
+
+
+def _tensors_of(values: Mapping[str, Plain]) -> list[Plain]:
+    """What stands for the tensors that values name."""
+    found: list[Plain] = []
 
     def note(stands_for: Plain) -> Any:
         while isinstance(stands_for, dict):
             stands_for = stands_for["array"]
-        other.add(str(stands_for))
+        found.append(stands_for)
 
-    join({key: values.get(key) for key in ("optimizers", "schedulers", "scaler", "state")}, note)
-    return [t.fqn for t in catalogue.tensors if t.fqn not in other]
+    join({key: values.get(key) for key in ("modules", "optimizers", "schedulers", "scaler", "state")}, note)
+    return found
+
+
+def _is_of_another(name: str, names: Collection[str]) -> bool:
+    """True for a name that begins with that of a tensor: state of this parameter."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
+
+
+def extra_states(values: Mapping[str, Plain]) -> frozenset[str]:
+    """Names of the extra state that modules of these values have; none in values of before it was saved."""
+    return frozenset(values.get("modules") or ())
 
 
 def weights_of(path: Place | Opened) -> list[str]:

@@ -43,7 +43,7 @@ def open_session(
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
     Args:
-        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of modules.
+        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of them; extra state counts, too.
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
         checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; under ``holdfast run`` its own by default.
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
@@ -105,7 +105,7 @@ def load(
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
-        strict: every parameter and buffer of the model must be there, and no other.
+        strict: every parameter, buffer and extra state of the model must be there, and no other.
         optional: name patterns (``head.*``) of tensors that may be missing on either side whatever ``strict`` says, or
             have another shape or dtype; then the model keeps its own.
         cast: convert floating numbers to the model's dtype; one that it cannot hold is an error.
@@ -120,7 +120,7 @@ def load(
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
     from holdfast.adapters.torch.state import TorchState
-    from holdfast.adapters.weights import BESIDE_THE_MODEL
+    from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
     from holdfast.store.reader import Target, load_catalogue, load_into, opened
     from holdfast.store.root import find, repair_command
     from holdfast.store.validity import inspect
@@ -135,16 +135,26 @@ def load(
     judged = inspect(found, deep=True)
     if not judged.valid:
         raise CheckpointInvalid(judged.reason, hint=repair_command(found))
-    none: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
+    state = TorchState(model, {})
+    ours = state.names.extra.keys()
     with opened(found) as source:
-        catalogue = load_catalogue(source)
-        restore = TorchState(model, {}).restore(catalogue, none, cast=cast)
+        catalogue, saved = load_catalogue(source), joined_values(source)
+        values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
+        values["modules"] = saved.get("modules", {})
+        restore = state.restore(catalogue, values, cast=cast, partial=True)
         targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
-        known = [
-            t.fqn for t in catalogue.tensors if t.fqn not in wanted and t.fqn.startswith(BESIDE_THE_MODEL)
-        ]
-        report = load_into(source, targets, known=known, optional=patterns, strict=strict)
+        known = beside_the_model(catalogue.by_fqn, saved) - wanted
+        theirs = extra_states(saved)
+        report = load_into(
+            source,
+            targets,
+            known=known,
+            missing=sorted(ours - theirs),
+            unexpected=sorted(theirs - ours),
+            optional=patterns,
+            strict=strict,
+        )
     restore.finish(report.untouched)
     return report
 

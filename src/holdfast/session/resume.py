@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast.adapters.base import Adapter
-from holdfast.adapters.weights import BESIDE_THE_MODEL, joined_values
+from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
 from holdfast.core.ids import MEMORY
 from holdfast.errors import (
     CheckpointInvalid,
@@ -247,7 +247,7 @@ class Resume:
 
     def _names_of_all(self) -> frozenset[str]:
         """Names of all tensors that some rank of this job has built: the stages of a pipeline have different ones."""
-        own = sorted(_names(self._adapter))
+        own = sorted(_names(self._adapter) | _extra_states(self._adapter))
         client = self._client
         if client is None:
             return frozenset(own)
@@ -315,14 +315,14 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
             raise CheckpointMismatch(f"{path}: {error.message}", hint=error.hint) from error
         targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
+        beside = beside_the_model(catalogue.by_fqn, values)
         # Names beside the model need not be asked for: other stages keep state of their own parameters, and a parameter
         # of ours may have none yet. That the optimizer is the same one, ``restore`` has looked.
         known = [
-            t.fqn
-            for t in catalogue.tensors
-            if t.fqn not in wanted and (t.fqn.startswith(BESIDE_THE_MODEL) or t.fqn in built)
+            t.fqn for t in catalogue.tensors if t.fqn not in wanted and (t.fqn in beside or t.fqn in built)
         ]
-        report = load_into(source, targets, known=known)
+        strange = sorted(extra_states(values) - _extra_states(adapter) - set(built))
+        report = load_into(source, targets, known=known, unexpected=strange)
         for healed in report.healed:
             log.warning("holdfast: %s (another copy was used)", healed)
         restore.finish()
@@ -333,5 +333,13 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
 
 def _names(adapter: Adapter) -> frozenset[str]:
     """The model's tensors on this rank."""
-    layout = adapter.collect().layout(adapter.rank, adapter.world_size)
-    return frozenset(meta.fqn for meta in layout.tensors if not meta.fqn.startswith(BESIDE_THE_MODEL))
+    collected = adapter.collect()
+    names = frozenset(meta.fqn for meta in collected.layout(adapter.rank, adapter.world_size).tensors)
+    return names - beside_the_model(names, collected.values)
+
+
+def _extra_states(adapter: Adapter) -> frozenset[str]:
+    """Extra state of the modules on this rank, under all of its names."""
+    values = adapter.collect().values
+    own = extra_states(values)
+    return own | {alias for alias, fqn in values.get("aliases", {}).items() if fqn in own}

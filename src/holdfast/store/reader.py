@@ -94,6 +94,8 @@ def load_into(
     targets: Iterable[Target],
     *,
     known: Iterable[str] = (),
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
     optional: Sequence[str] = (),
     strict: bool = True,
     threads: int = 0,
@@ -103,6 +105,8 @@ def load_into(
     Args:
         targets: what this rank wants; together with ``known`` it must name every tensor of the checkpoint.
         known: names of tensors that other ranks load (pipeline stages, experts).
+        missing, unexpected: names of values that the caller has and the checkpoint lacks, and the other way round:
+            they count as tensors do.
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
         strict: other names may not be missing on either side; another shape or dtype is refused in any case.
         threads: reads at the same time; 0: the node's cores, shared by its ranks (a few from another machine).
@@ -119,6 +123,8 @@ def load_into(
     with opened(path) as source:
         directory, index = source.directory, source.index
         found = _compare(index.catalogue, wanted, known)
+        found.missing += missing
+        found.unexpected += unexpected
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
         loader = Loader(directory, index, threads)

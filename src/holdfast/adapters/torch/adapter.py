@@ -78,6 +78,7 @@ class TorchAdapter:
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
         self._ours = {id(p) for p in self.state.names.parameters.values()}
+        self._buffers = {slot.fqn for slot in self.state.names.buffers}
         self._foreign: dict[int, bool] = {}
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
@@ -216,12 +217,14 @@ class TorchAdapter:
         return self.state.collect(self._snapshot.copies() if frozen else None)
 
     def state_size(self) -> int:
-        """Number of optimizer state entries."""
-        return self.state.size()
+        """Of optimizer state and of the modules' extra state."""
+        return self.state.size() + self._snapshot.size()
 
     def compares(self, fqn: str) -> bool:
         """Weights and optimizer state; buffers and the user's own state may differ between ranks."""
-        return fqn in self.state.names.parameters or fqn.startswith("optimizer.")
+        return fqn in self.state.names.parameters or (
+            fqn.startswith("optimizer.") and fqn not in self._buffers
+        )
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""

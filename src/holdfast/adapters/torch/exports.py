@@ -1,9 +1,9 @@
 """Checkpoints in the form of other programs: a ``torch.save`` file, a torch DCP directory, Hugging Face files.
 
-Theory. ``torch`` and ``dcp`` hold one tree: ``model`` (what ``module.load_state_dict`` takes), ``optimizer`` (what
-``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes; by name when there are several),
-``scheduler``, ``scaler``, ``state`` and ``step``. It has only what ``torch.load(weights_only=True)`` reads: arrays
-become tensors, sets and deques lists. ``hf`` holds the model alone.
+Theory. ``torch`` and ``dcp`` hold one tree: ``model`` (what ``module.load_state_dict`` takes, extra state included),
+``optimizer`` (what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes; by name when there are
+several), ``scheduler``, ``scaler``, ``state`` and ``step``. It has only what ``torch.load(weights_only=True)`` reads:
+arrays become tensors, sets and deques lists. ``hf`` holds the model's weights and buffers alone.
 
 Invariants:
 1. Only verified bytes are written; an output appears whole or not at all.
@@ -130,7 +130,6 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
     model = {fqn: tensors[fqn] for fqn in weights(catalogue, values)}
     if not is_sessions(values):
         return {"model": model, "step": step}
-    model |= {alias: model[fqn] for alias, fqn in values["aliases"].items() if fqn in model}
 
     def fetch(stands_for: Plain) -> torch.Tensor:
         while isinstance(stands_for, dict):  # an array
@@ -140,9 +139,11 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
         return tensors[stands_for]
 
     def whole(key: str) -> dict[str, Any]:
-        made: dict[str, Any] = _readable(join(values[key], fetch))
+        made: dict[str, Any] = _readable(join(values.get(key, {}), fetch))
         return made
 
+    model |= whole("modules")
+    model |= {alias: model[fqn] for alias, fqn in values["aliases"].items() if fqn in model}
     optimizers = {name: _optimizer(saved) for name, saved in whole("optimizers").items()}
     # A DCP directory holds each name's data apart: reading it back, these say which were one tensor.
     state: dict[str, Any] = {"model": model, "step": step, "aliases": values["aliases"]}

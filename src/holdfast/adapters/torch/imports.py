@@ -27,6 +27,7 @@ from holdfast.adapters.imported import Progress, import_id, write_imported
 from holdfast.adapters.torch.sources import read_source
 from holdfast.adapters.torch.state import Collected
 from holdfast.adapters.values import Plain, split
+from holdfast.adapters.weights import EXTRA_STATE
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
@@ -107,6 +108,7 @@ class _Parts:
 
     def __init__(self) -> None:
         self.model: dict[str, torch.Tensor] = {}
+        self.modules: dict[str, Any] = {}  # extra state
         self.aliases: dict[str, str] = {}
         self.renamed: dict[str, str] = {}  # name in the source -> name of the module, where they differ
         self.optimizers: dict[str, Any] = {}
@@ -123,6 +125,7 @@ class _Parts:
         return {
             "aliases": dict(self.aliases),
             "transient": [],
+            "modules": {fqn: split(value, fqn, out.add) for fqn, value in self.modules.items()},
             "optimizers": {name: self._optimizer(name, o, out) for name, o in self.optimizers.items()},
             "schedulers": {n: split(s, f"scheduler.{n}", out.add) for n, s in self.schedulers.items()},
             "scaler": None if self.scaler is None else split(self.scaler, "scaler", out.add),
@@ -205,8 +208,9 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
     aliases = take(("aliases",)) or {}
     _flatten(model, "", parts, {}, source)
     for alias, fqn in aliases.items():
-        if fqn in parts.model and parts.model.pop(alias, None) is not None:
-            parts.aliases[alias] = fqn
+        for known in (parts.model, parts.modules):
+            if fqn in known and known.pop(alias, None) is not None:
+                parts.aliases[alias] = fqn
     if not parts.model:
         raise UsageError(
             f"{source} holds no weights; its keys are {', '.join(map(str, list(tree)[:10])) or 'none'}",
@@ -229,11 +233,14 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
 
 
 def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source: Path) -> None:
-    """The model's tensors by dotted name; one that shares its memory whole with another is its alias."""
+    """The model's tensors and extra state by dotted name; one that shares all its memory with another is its alias."""
     for (key, value), name in zip(tree.items(), _own_names(map(str, tree)), strict=True):
         fqn = f"{prefix}{name}"
         if name != str(key):
             parts.renamed[f"{prefix}{key}"] = fqn
+        if fqn.rpartition(".")[2] == EXTRA_STATE:
+            parts.modules[fqn] = value
+            continue
         if isinstance(value, dict):
             _flatten(value, f"{fqn}.", parts, seen, source)
             continue

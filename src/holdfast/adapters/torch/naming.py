@@ -1,4 +1,4 @@
-"""Names of parameters and buffers, as the user's own module spells them: no wrapper shows in a checkpoint."""
+"""Names of parameters, buffers and extra state as the user's own module spells them: no wrapper shows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from holdfast.adapters.weights import EXTRA_STATE
 from holdfast.errors import StateError, UnsupportedError, UsageError
 
 Models = nn.Module | Mapping[str, nn.Module]
@@ -35,11 +36,15 @@ class Slot(NamedTuple):
 
 
 class Names(NamedTuple):
-    """All names of a model. ``aliases`` maps the other names of a shared tensor to its first one."""
+    """All names of a model. ``aliases`` maps the other names of what is shared to its first one.
+
+    ``extra`` are the modules with ``get_extra_state``, by the name that torch gives to it.
+    """
 
     parameters: dict[str, torch.Tensor]
     buffers: tuple[Slot, ...]
     aliases: dict[str, str]
+    extra: dict[str, nn.Module]
 
 
 def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
@@ -82,22 +87,26 @@ def names_of(model: Models) -> Names:
     """Walk the model once.
 
     Raises:
-        StateError: a parameter or buffer without memory (meta device) or of an unsupported layout.
+        StateError: a parameter or buffer without memory (meta device) or of an unsupported layout; extra state that
+            cannot be put back.
         UnsupportedError: see :func:`unwrap`.
     """
     parameters: dict[str, torch.Tensor] = {}
     buffers: list[Slot] = []
     aliases: dict[str, str] = {}
+    extra: dict[str, nn.Module] = {}
     seen: dict[int, str] = {}
     for prefix, top in modules_of(model):
         for path, module in _walk(top, prefix):
+            if _has_extra_state(module, path) and _once(module, path + EXTRA_STATE, seen, aliases):
+                extra[path + EXTRA_STATE] = module
             for key, parameter in module._parameters.items():
                 if parameter is not None and _first(parameter, path + key, seen, aliases):
                     parameters[path + key] = parameter
             for key, buffer in module._buffers.items():
                 if buffer is not None and _first(buffer, path + key, seen, aliases):
                     buffers.append(Slot(path + key, module, key))
-    return Names(parameters, tuple(buffers), aliases)
+    return Names(parameters, tuple(buffers), aliases, extra)
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -108,16 +117,37 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, f"{prefix}{name}.")
 
 
+def _has_extra_state(module: nn.Module, path: str) -> bool:
+    reads, writes = (
+        getattr(type(module), method) is not getattr(nn.Module, method)
+        for method in ("get_extra_state", "set_extra_state")
+    )
+    if reads and not writes:
+        raise StateError(
+            f"{path}{EXTRA_STATE}: {type(module).__name__} has get_extra_state() and no set_extra_state(), so that it "
+            "could not be put back",
+            hint="write set_extra_state(self, state) beside it",
+        )
+    return reads
+
+
+def _once(item: object, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
+    """True at the first sight; later ones are noted as other names of it."""
+    if id(item) in seen:
+        aliases[fqn] = seen[id(item)]
+        return False
+    seen[id(item)] = fqn
+    return True
+
+
 def _first(tensor: torch.Tensor, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
-    if id(tensor) in seen:
-        aliases[fqn] = seen[id(tensor)]
+    if not _once(tensor, fqn, seen, aliases):
         return False
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise StateError(
             f"{fqn} ({tensor.dtype}, {tensor.layout}, device {tensor.device}) cannot be saved",
             hint="give the model memory (model.to_empty(device=...)) before holdfast.session(...)",
         )
-    seen[id(tensor)] = fqn
     return True
 
 

@@ -131,7 +131,7 @@ class Undo:
         with torch.no_grad():
             for p in parameters_of(optimizer):
                 self._weights.setdefault(id(p), (p, p.detach().clone()))
-            states = {p: _clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
+            states = {p: clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
         self._states[id(optimizer)] = (optimizer, states)
 
     def restore(self) -> None:
@@ -160,13 +160,14 @@ class Undo:
         return optimizer.state if recorded is None else recorded[1]
 
 
-def _clone(value: Any) -> Any:
+def clone(value: Any) -> Any:
+    """A copy that shares no memory with ``value``, without autograd."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _clone(item) for key, item in value.items()}
+        return {key: clone(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_clone(item) for item in value]
+        return [clone(item) for item in value]
     return copy.deepcopy(value)
 
 

@@ -1,7 +1,8 @@
 """What forward changes, copied at the start of a step and put back after an abort.
 
-Buffers (BatchNorm's running statistics), group values and scheduler state, the scaler's scale, and plain user state.
-Gradients are dropped, not restored: a step starts without any. Random generators need no copy (``rng.py``).
+Buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values and scheduler state, the
+scaler's scale, and plain user state. Gradients are dropped, not restored: a step starts without any. Random generators
+need no copy (``rng.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.torch.optim import Undo, hyperparameters, parameters_of, set_hyperparameters
+from holdfast.adapters.torch.optim import Undo, clone, hyperparameters, parameters_of, set_hyperparameters
 from holdfast.adapters.torch.state import Copies, TorchState
+from holdfast.adapters.values import split
 
 SMALL_NUMEL = 65536
 """Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
@@ -29,6 +31,7 @@ class Snapshot:
         self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # fqn -> live, version, copy
         self._groups: dict[str, list[dict[str, Any]]] = {}
         self._plain: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}  # extra state by its name
         self._scaler: dict[str, torch.Tensor | None] = {}
         self._extras: dict[str, Any] = {}
         self.undo = Undo()
@@ -43,6 +46,7 @@ class Snapshot:
                 for key, value in group.items():
                     if isinstance(value, torch.Tensor):
                         group[key] = value.detach().clone()
+        self._modules = {fqn: clone(module.get_extra_state()) for fqn, module in state.names.extra.items()}
         self._plain = {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in state.schedulers.items()}
         if state.scaler is not None:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
@@ -70,6 +74,19 @@ class Snapshot:
             if changed:
                 torch._foreach_copy_(copies, changed)
 
+    def size(self) -> int:
+        """Number of elements of the modules' extra state: when it changes, the layout has changed."""
+        sizes: list[int] = []
+
+        def count(value: Any, path: str) -> bool | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            sizes.append(value.numel())
+            return True
+
+        split(self._modules, "modules", count)
+        return sum(sizes)
+
     def restore(self) -> None:
         """Put everything back and drop all gradients."""
         state = self._state
@@ -82,6 +99,8 @@ class Snapshot:
                     slot.module._buffers[slot.key] = live
                     live.copy_(saved)
                     self._buffers[slot.fqn] = (live, live._version, saved)
+        for fqn, extra in self._modules.items():
+            state.names.extra[fqn].set_extra_state(clone(extra))
         for name, groups in self._groups.items():
             set_hyperparameters(state.optimizers[name].optimizer, groups)
         for name, scheduler in state.schedulers.items():
@@ -111,7 +130,7 @@ class Snapshot:
     def copies(self) -> Copies:
         """For :meth:`TorchState.collect`: the state at the start of the step."""
         buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
-        plain = dict(self._plain)
+        plain = {**self._plain, **self._modules}
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)

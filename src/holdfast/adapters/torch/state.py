@@ -6,12 +6,15 @@ scaler and tentatively updated weights from the copies made at the start of the 
 committed step although the main thread may still be inside an aborted one.
 
 Names: parameters and buffers as the user's module spells them; ``optimizer.<name>.<parameter>.<key>``;
-``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. All buffers are saved, those that a module does
-not persist too: forward may have changed them, and a retry elsewhere must see what it saw here.
+``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. What a module's ``get_extra_state`` returns is
+called ``<module>._extra_state``, as torch calls it, and its tensors ``<module>._extra_state.<key>``. All buffers are
+saved, those that a module does not persist too: forward may have changed them, and a retry elsewhere must see what it
+saw here.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
@@ -19,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.adapters.torch.boxes import (
@@ -59,7 +63,9 @@ class Copies(NamedTuple):
 
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
-    plain: Mapping[str, Any]  # "scheduler.<name>" or "scaler" -> state dict
+    plain: Mapping[
+        str, Any
+    ]  # "scheduler.<name>" or "scaler" -> state dict; extra state of modules by its name
     undo: Undo
 
 
@@ -187,6 +193,9 @@ class TorchState:
         out.values = {
             "aliases": dict(self.names.aliases),
             "transient": [slot.fqn for slot in self.names.buffers if not slot.persistent],
+            "modules": {
+                fqn: self._extra_state(fqn, module, copies, out) for fqn, module in self.names.extra.items()
+            },
             "optimizers": {
                 name: o.split(
                     out.add,
@@ -212,16 +221,22 @@ class TorchState:
         known = None if copies is None else copies.plain.get(path)
         return split(item.state_dict() if known is None else known, path, out.add)
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain], *, cast: bool = False) -> Restore:
+    def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
+        return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
+
+    def restore(
+        self, catalogue: Catalogue, values: Mapping[str, Plain], *, cast: bool = False, partial: bool = False
+    ) -> Restore:
         """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
 
         Args:
             cast: convert floating numbers of another dtype.
+            partial: a module whose extra state the checkpoint lacks keeps its own.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another shape.
         """
-        return Restore(self, catalogue, values, cast)
+        return Restore(self, catalogue, values, cast, partial)
 
 
 class Restore:
@@ -232,7 +247,7 @@ class Restore:
     """
 
     def __init__(
-        self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain], cast: bool
+        self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain], cast: bool, partial: bool
     ) -> None:
         self._state = state
         self._catalogue = catalogue
@@ -244,6 +259,7 @@ class Restore:
             buffer = slot.get()
             if buffer is not None:
                 self.targets[slot.fqn] = buffer
+        self._prepare_modules(values.get("modules"), partial)
         self._same("optimizer", state.optimizers, values["optimizers"])
         self._same("scheduler", state.schedulers, values["schedulers"])
         for name, optimizer in state.optimizers.items():
@@ -264,6 +280,23 @@ class Restore:
                 f"this run has {kind}s {sorted(ours)}, the checkpoint {sorted(saved)}",
                 hint=f"give the {kind}s that wrote it, under the same names",
             )
+
+    def _prepare_modules(self, saved: Mapping[str, Plain] | None, partial: bool) -> None:
+        """Extra state of modules; ``saved`` is None in checkpoints of before it was saved."""
+        lacking = sorted(self._state.names.extra.keys() - (saved or {}).keys())
+        if saved is None and lacking:
+            log.warning(
+                "holdfast: the checkpoint holds no %s; it keeps its initial value", ", ".join(lacking)
+            )
+        elif lacking and not partial:
+            raise CheckpointMismatch(
+                f"the checkpoint holds no {', '.join(lacking)}",
+                hint="build the model as it was when the checkpoint was written",
+            )
+        for fqn, module in self._state.names.extra.items():
+            if saved is not None and fqn in saved:
+                value = self._value(module.get_extra_state(), saved[fqn], fqn)
+                self._finish.append(functools.partial(module.set_extra_state, value))
 
     def _prepare_extras(self, saved: Mapping[str, Plain]) -> None:
         for name, item in self._state.extras.items():
@@ -292,10 +325,15 @@ class Restore:
             self._state.extras[name] = value
 
     def _load(self, path: str, item: Any, saved: Plain) -> None:
-        current = Collected()
-        split(item.state_dict(), path, current.add)
-        value = join(saved, self._fetch(current.tensors))
-        self._finish.append(lambda: item.load_state_dict(value))
+        self._finish.append(
+            functools.partial(item.load_state_dict, self._value(item.state_dict(), saved, path))
+        )
+
+    def _value(self, current: Any, saved: Plain, path: str) -> Any:
+        """What ``saved`` is, in new memory that lies as that of ``current`` where both have it."""
+        known = Collected()
+        split(current, path, known.add)
+        return join(saved, self._fetch(known.tensors))
 
     def _fetch(self, current: Mapping[str, torch.Tensor]) -> Callable[[Plain], Any]:
         def fetch(stands_for: Plain) -> Any:
