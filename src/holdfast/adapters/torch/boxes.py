@@ -202,18 +202,31 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
     return tuple(cuts)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a local tensor in C order, on its device: its own memory where that lies so, else a copy.
+
+    A conjugated or negated view has the numbers of another tensor's memory, with a mark: its bytes are made.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a local tensor in C order: its own memory when it is contiguous and on the CPU, else a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return flat_bytes(tensor.detach().cpu()).numpy().data
 
 
 def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:
     """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor to ``goal``, from whatever device."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)[start:stop]
-    torch.frombuffer(goal, dtype=torch.uint8).copy_(flat, non_blocking=True)
+    part = flat_bytes(tensor)[start:stop]
+    torch.frombuffer(goal, dtype=torch.uint8).copy_(part, non_blocking=True)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch.boxes import flat_bytes
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.heal import instances
 from holdfast.adapters.torch.naming import Names, Slot
@@ -88,7 +89,7 @@ class BufferSync:
 
 
 def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
-    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    flat = [flat_bytes(t) for t in tensors]
     packed = torch.cat(flat)
     source = dist.get_global_rank(group, 0)
     if packed.device.type == "cpu" and packed.numel() <= NOTE_SIZE_BYTES_MAX and fabric().board() is not None:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.adapters.base import DataIdentity
+from holdfast.adapters.torch.boxes import byte_view
 from holdfast.adapters.torch.dataset import identity
 from holdfast.adapters.torch.order import Deal, Order, Seeded, SeededBatches
 from holdfast.adapters.torch.rng import fetch_seed, order_seed, seed_all
@@ -442,9 +443,8 @@ def _inline(value: Any, path: str) -> Plain:
     """A small tensor inside a loader's state, as plain values."""
     if not isinstance(value, torch.Tensor):
         return None
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(value.shape), "data": flat}
+    return {"dtype": dtype, "shape": list(value.shape), "data": byte_view(value).tobytes()}
 
 
 def _from_inline(value: Plain) -> torch.Tensor:

@@ -17,6 +17,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from holdfast.adapters.base import DataIdentity
+from holdfast.adapters.torch.boxes import byte_view
 
 LOOKED_AT = 16
 """Rows or entries, spread over the whole."""
@@ -53,7 +54,7 @@ def _look(item: Any, total: xxhash.xxh3_64) -> bool:
         rows = torch.as_tensor(item).detach()
         chosen = rows[_some(len(rows))] if rows.ndim else rows
         total.update(f"{rows.dtype}{tuple(rows.shape)}".encode())
-        total.update(chosen.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        total.update(byte_view(chosen))
         return True
     files = getattr(item, "samples", None)  # torchvision's folders: (path, class)
     if isinstance(files, list):

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import xxhash
 
-from holdfast.adapters.torch.boxes import byte_view, is_direct
+from holdfast.adapters.torch.boxes import byte_view, flat_bytes, is_direct
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box
 
@@ -42,7 +42,7 @@ class Fingerprints:
             memory = self._direct(fqn, box)
             if memory is None:
                 region = self.state.region(fqn, box)
-                far.append(region.contiguous().reshape(-1).view(torch.uint8)[start:stop])
+                far.append(flat_bytes(region)[start:stop])
             else:
                 total.update(memory[start:stop])
         if far:
