@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
+from holdfast.errors import StateError
 
 pytestmark = pytest.mark.torch
 
@@ -54,3 +56,53 @@ def test_conjugated_views(tmp_path: Path) -> None:
     target[0].weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     holdfast.load(import_checkpoint(tmp_path / "w.pt", tmp_path / "b"), target)
     assert target[0].weight.tolist() == [1 - 2j, 3 + 4j]
+
+
+def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"mask: elements of this \[5\] share memory") as refused:
+        train(net(mask=torch.zeros(1).expand(5)), 1, tmp_path)
+    assert "contiguous()" in refused.value.hint
+    fine = {"one": torch.arange(3).expand(1, -1), "none": torch.zeros(1, 0).expand(3, 0)}
+    train(net(**fine), 2, tmp_path)
+    again = net(**fine)
+    train(again, 3, tmp_path, {"wide": torch.zeros(1).expand(3)})
+    train(again, 4, tmp_path, {"wide": torch.zeros(1).expand(3)})
+    assert again.get_buffer("one").tolist() == [[0, 1, 2]]
+
+
+def test_arrays(tmp_path: Path) -> None:
+    fixed = np.arange(6).reshape(2, 3).T
+    fixed.flags.writeable = False
+    made: dict[str, Any] = {
+        "none": np.array(3.5),
+        "fixed": fixed,
+        "back": np.arange(4)[::-1],
+        "text": np.str_(""),
+        "when": np.datetime64("2020-01-01"),
+        "i": np.int32(7),
+    }
+    train(net(), 2, tmp_path, {"it": made})
+    state: dict[str, Any] = {"it": {}}
+    train(net(), 3, tmp_path, state)
+    for key, value in made.items():
+        found = state["it"][key]
+        assert type(found) is type(value) and found.dtype == value.dtype and found.shape == value.shape
+        assert np.array_equal(found, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (np.array(["a"]), r"state\.it\.0: a numpy\.ndarray of <U1"),
+        (np.array([object()]), r"state\.it\.0: a numpy\.ndarray of object"),
+        (np.arange(3).astype(">i4"), r"state\.it\.0: a numpy\.ndarray of >i4"),
+        (np.ma.masked_array([1, 2], mask=[True, False]), r"state\.it\.0: a numpy\.ma.*MaskedArray of int64"),
+        (np.zeros(1, dtype=[("a", "i4")])[0], r"state\.it\.0: an object of type numpy\.void"),
+        ({"@": 1}, r"state\.it\.0: the key '@' is reserved"),
+    ],
+    ids=["text", "object", "order", "masked", "fields", "mark"],
+)
+def test_what_cannot_be_saved_is_refused_on_entry(tmp_path: Path, value: Any, why: str) -> None:
+    with pytest.raises(StateError, match=why) as refused:
+        train(net(), 1, tmp_path, {"it": [value]})
+    assert refused.value.hint

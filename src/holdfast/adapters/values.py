@@ -46,13 +46,17 @@ def split(value: Any, path: str, leaf: Leaf = no_leaf, depth: int = 0) -> Plain:
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes, np.float64):
         return value
-    if isinstance(value, np.generic):
+    if (
+        isinstance(value, np.generic) and value.dtype.kind != "V"
+    ):  # fields, or another library's: bytes do not tell
         return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
 
     def each(values: Any) -> list[Plain]:
         return [split(item, f"{path}.{index}", leaf, depth + 1) for index, item in enumerate(values)]
 
-    if kind in (dict, OrderedDict, Counter) and MARK not in value:
+    if kind in (dict, OrderedDict, Counter):
+        if MARK in value:
+            raise StateError(f"{path}: the key {MARK!r} is reserved", hint="give it another key")
         made = {key: split(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
         return Counter(made) if kind is Counter else made
     if kind is list:
@@ -95,7 +99,8 @@ def _join_marked(value: dict[str, Plain], fetch: Fetch, path: str) -> Any:
     if mark == "tensor":
         return fetch(inner)
     if mark == "scalar":
-        return np.frombuffer(inner, dtype=np.dtype(value["dtype"]))[0]
+        dtype = np.dtype(value["dtype"])
+        return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()  # an empty text has no byte
     items = [join(item, fetch, path) for item in inner]
     if mark == "deque":
         return deque(items, maxlen=value["max"])

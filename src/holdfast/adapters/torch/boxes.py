@@ -202,6 +202,12 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
     return tuple(cuts)
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """True when elements share memory (``expand``), so that nothing can be written into it."""
+    strides = zip(tensor.shape, local_of(tensor).stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in strides)
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a local tensor in C order, on its device: its own memory where that lies so, else a copy.
 

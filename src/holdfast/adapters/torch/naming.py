@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from holdfast.adapters.torch.boxes import overlaps
 from holdfast.adapters.weights import EXTRA_STATE
 from holdfast.errors import StateError, UnsupportedError, UsageError
 
@@ -87,8 +88,8 @@ def names_of(model: Models) -> Names:
     """Walk the model once.
 
     Raises:
-        StateError: a parameter or buffer without memory (meta device) or of an unsupported layout; extra state that
-            cannot be put back.
+        StateError: a parameter or buffer without memory (meta device), of an unsupported layout or of elements that
+            share memory; extra state that cannot be put back.
         UnsupportedError: see :func:`unwrap`.
     """
     parameters: dict[str, torch.Tensor] = {}
@@ -147,6 +148,11 @@ def _first(tensor: torch.Tensor, fqn: str, seen: dict[int, str], aliases: dict[s
         raise StateError(
             f"{fqn} ({tensor.dtype}, {tensor.layout}, device {tensor.device}) cannot be saved",
             hint="give the model memory (model.to_empty(device=...)) before holdfast.session(...)",
+        )
+    if overlaps(tensor):
+        raise StateError(
+            f"{fqn}: elements of this {list(tensor.shape)} share memory (expand()): it could never be loaded",
+            hint="give it memory of its own where it is made: .expand(...).contiguous()",
         )
     return True
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, placed
+from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, overlaps, placed
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
@@ -362,7 +362,7 @@ def allocate(
 
 
 def _lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad:
+    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False
     if isinstance(tensor, DTensor) or isinstance(like, DTensor):
         return (

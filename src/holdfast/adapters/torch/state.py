@@ -80,7 +80,7 @@ class Collected:
     def add(self, value: Any, path: str) -> Plain:
         """A leaf: take ``value`` when it is a tensor or an array."""
         if isinstance(value, np.ndarray):
-            return {"array": self.add(torch.from_numpy(np.ascontiguousarray(value)), path)}
+            return {"array": self.add(_from_array(value, path), path)}
         if not isinstance(value, torch.Tensor):
             return None
         if path in self.tensors:
@@ -128,6 +128,19 @@ class Collected:
             for box in self.parts(fqn)
         ]
         return RankLayout(rank, tuple(metas), world_size)
+
+
+def _from_array(value: Any, path: str) -> torch.Tensor:
+    """An array as a tensor, sharing its memory where it can."""
+    if type(value) in (np.ndarray, np.memmap):
+        try:
+            return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except (TypeError, ValueError):
+            pass
+    raise StateError(
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} of {value.dtype} cannot be saved",
+        hint="offer a plain array of numbers in this machine's byte order (x.astype(x.dtype.newbyteorder('=')))",
+    )
 
 
 class TorchState:
