@@ -98,3 +98,14 @@ def test_a_cycle_is_refused() -> None:
 def test_hostile_values_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointInvalid, match="values"):
         decode_values(data)
+
+
+@pytest.mark.parametrize("value", [10**3999 - 1, -(10**3998), 10**4000 - 1], ids=range(3))
+def test_long_integers_come_back(value: int) -> None:
+    assert decode_values(encode_values({"n": value})) == {"n": value}
+
+
+@pytest.mark.parametrize("value", [10**4000, -(10**3999), 10**4299, 10**4500, 10**9999], ids=range(5))
+def test_longer_integers_are_refused_when_they_are_saved(value: int) -> None:
+    with pytest.raises(StateError, match=r"values\['n'\] is an integer of more than 4000 digits"):
+        encode_values({"n": value})

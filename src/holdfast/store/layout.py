@@ -509,7 +509,7 @@ def _check_catalogue(catalogue: Catalogue) -> None:
     used = 0
     places: set[tuple[int, Shape]] = set()
     for tensor in catalogue.tensors:
-        _check_tensor(tensor)
+        check_tensor(tensor)
         if not 0 <= tensor.grid <= min(used, len(catalogue.grids) - 1):
             raise StateError(f"tensor {tensor.fqn!r}: grid {tensor.grid} is unknown or not the next one")
         used = max(used, tensor.grid + 1)
@@ -520,7 +520,12 @@ def _check_catalogue(catalogue: Catalogue) -> None:
         raise StateError("catalogue: a grid has no tensor")
 
 
-def _check_tensor(tensor: TensorEntry) -> None:
+def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
+    """Refuse a tensor that no checkpoint can hold.
+
+    Raises:
+        StateError: its name (see :func:`check_name`), its dtype or its shape.
+    """
     check_name(tensor.fqn)
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
@@ -552,6 +557,9 @@ def check_name(fqn: str) -> None:
         StateError: empty, too long, reserved or with control characters.
     """
     if not 0 < len(fqn) <= FQN_LENGTH_MAX:
-        raise StateError(f"tensor name of {len(fqn)} characters; allowed are 1 to {FQN_LENGTH_MAX}")
+        raise StateError(
+            f"tensor name of {len(fqn)} characters ({fqn[:60]!r}); allowed are 1 to {FQN_LENGTH_MAX}",
+            hint="shorten the keys that lead to it",
+        )
     if fqn == "__metadata__" or any(c < " " or c == "\x7f" for c in fqn):
         raise StateError(f"tensor name {fqn!r} is reserved or holds control characters")

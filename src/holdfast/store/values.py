@@ -26,6 +26,8 @@ from holdfast.errors import CheckpointInvalid, StateError
 
 VALUES_SIZE_BYTES_MAX = 16 * 1024 * 1024
 DEPTH_MAX = 64
+INT_DIGITS_MAX = 4000
+"""With the sign: a longer text takes long to read, and Python refuses it from some length on."""
 
 
 def encode_values(value: object, where: str = "values") -> bytes:
@@ -74,7 +76,7 @@ def _tagged(value: object, where: str, depth: int) -> object:
     if value is None or isinstance(value, bool | str):
         return _plain_text(value, where) if isinstance(value, str) else value
     if isinstance(value, int):
-        return int(value) if -(2**63) <= value < 2**63 else {"$int": str(int(value))}
+        return int(value) if -(2**63) <= value < 2**63 else {"$int": _digits(int(value), where)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, bytes | bytearray):
@@ -87,14 +89,27 @@ def _tagged(value: object, where: str, depth: int) -> object:
         assert isinstance(value, dict)
         tag = "$counter" if type(value) is Counter else "$map"
         if tag == "$map" and all(type(k) is str and not k.startswith("$") for k in value):
-            return {_plain_text(k, where): _tagged(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+            return {
+                _plain_text(k, f"a key of {where}"): _tagged(v, f"{where}[{k!r}]", depth + 1)
+                for k, v in value.items()
+            }
         return {
             tag: [
-                [_tagged(k, f"key of {where}", depth + 1), _tagged(v, f"{where}[{k!r}]", depth + 1)]
+                [_tagged(k, f"key {k!r} of {where}", depth + 1), _tagged(v, f"{where}[{k!r}]", depth + 1)]
                 for k, v in value.items()
             ]
         }
     _refuse(value, where)
+
+
+def _digits(value: int, where: str) -> str:
+    # The first test is of numbers that Python would not write either.
+    if value.bit_length() > INT_DIGITS_MAX * 10 // 3 or len(text := str(value)) > INT_DIGITS_MAX:
+        raise StateError(
+            f"{where} is an integer of more than {INT_DIGITS_MAX} digits",
+            hint="keep it as bytes: x.to_bytes(length, 'little', signed=True)",
+        )
+    return text
 
 
 def _plain_text(value: str, where: str) -> str:
@@ -143,8 +158,8 @@ def _scalar(tag: str, content: object) -> object:
     if not isinstance(content, str):
         raise ValueError(f"{tag} without a text")
     if tag == "$int":
-        if len(content) > 4000:
-            raise ValueError("$int of more than 4000 digits")
+        if len(content) > INT_DIGITS_MAX:
+            raise ValueError(f"$int of more than {INT_DIGITS_MAX} digits")
         return int(content)
     if tag == "$float":
         if content not in ("nan", "inf", "-inf"):

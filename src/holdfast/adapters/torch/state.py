@@ -51,7 +51,8 @@ from holdfast.adapters.torch.optim import (
 from holdfast.adapters.torch.rng import Generator
 from holdfast.adapters.values import Plain, join, split
 from holdfast.errors import CheckpointMismatch, InternalError, StateError, UsageError
-from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
+from holdfast.store.values import encode_values
 
 log = logging.getLogger("holdfast")
 
@@ -183,7 +184,14 @@ class TorchState:
         self.generators: list[tuple[str, Generator]] = [
             (name, item) for name, item in self.extras.items() if isinstance(item, GENERATORS)
         ]
-        self.collect()
+        self._check()
+
+    def _check(self) -> None:
+        """What no checkpoint can hold is found now, and not by the first save."""
+        collected = self.collect()
+        encode_values(collected.values)
+        for meta in collected.layout(0, 1).tensors:
+            check_tensor(meta)
 
     def size(self) -> int:
         """Number of optimizer state entries: when it grows, the layout has changed."""
