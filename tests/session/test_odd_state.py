@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
+from holdfast.adapters.torch.snapshot import Snapshot
+from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import StateError
 
 pytestmark = pytest.mark.torch
@@ -114,3 +117,74 @@ def test_what_cannot_be_saved_is_refused_on_entry(tmp_path: Path, value: Any, wh
     with pytest.raises(StateError, match=why) as refused:
         train(net(), 1, tmp_path, {"it": [value]})
     assert refused.value.message and not list(tmp_path.iterdir())
+
+
+def held() -> dict[str, Any]:
+    """State that the script holds, too."""
+    return {
+        "ema": torch.zeros(3),
+        "array": np.zeros((2, 2)),
+        "alone": np.array(0.0),
+        "seen": set(),
+        "last": deque(maxlen=2),
+        "nested": {"inner": [torch.zeros(2), {"count": Counter()}], "spread": torch.zeros(1).expand(2)},
+        "best": 0.0,
+        "pair": (0, torch.zeros(1)),
+        "grows": torch.zeros(1),
+    }
+
+
+def change(mine: dict[str, Any], state: dict[str, Any]) -> None:
+    """As a script does: in place where it can, the others by the session's ``state``."""
+    mine["ema"].add_(1)
+    mine["array"][0, 1] += 2
+    mine["alone"] += 3
+    mine["seen"].add(4)
+    mine["last"].append(5)
+    mine["nested"]["inner"][0].add_(6)
+    mine["nested"]["inner"][1]["count"]["x"] += 7
+    state["nested"]["spread"] = torch.tensor([8.0, 9.0])
+    state["best"] += 10.0
+    state["pair"] = (state["pair"][0] + 11, torch.ones(1))
+    state["grows"] = torch.cat([state["grows"], torch.ones(1)])
+
+
+def told(state: dict[str, Any]) -> str:
+    """To compare."""
+    return repr(state)
+
+
+def test_what_the_script_holds_is_filled(tmp_path: Path) -> None:
+    saved = held()
+    state = dict(saved)
+    change(saved, state)
+    change(saved, state)
+    train(net(), 2, tmp_path, state)
+    mine = held()
+    again = dict(mine)
+    inner = mine["nested"]["inner"]
+    first, counts = inner[0], inner[1]["count"]
+    train(net(), 3, tmp_path, again)
+    assert told(again) == told(state)
+    kept = ("ema", "array", "alone", "seen", "last", "nested")
+    assert all(again[name] is mine[name] for name in kept) and mine["ema"].tolist() == [2.0] * 3
+    assert mine["nested"]["inner"] is inner and inner[0] is first and inner[1]["count"] is counts
+    assert (first.tolist(), counts, mine["last"].maxlen) == ([12.0] * 2, Counter(x=14), 2)
+
+
+def test_an_aborted_step_takes_plain_state_back() -> None:
+    mine = held()
+    state = TorchState(net(), {}, extras=dict(mine))
+    change(mine, state.extras)
+    snapshot, before = Snapshot(state), told(state.extras)
+    snapshot.take()
+    change(mine, state.extras)
+    frozen = state.collect(snapshot.copies())
+    assert frozen.tensors["state.ema"].tolist() == [1.0] * 3 and frozen.values["state"]["best"] == 10.0
+    assert told(state.extras) != before
+    snapshot.restore()
+    assert told(state.extras) == before
+    assert state.extras["ema"] is mine["ema"] and mine["nested"]["inner"][0].tolist() == [6.0] * 2
+    change(mine, state.extras)
+    snapshot.restore()  # a second time: the copies are no part of the state
+    assert told(state.extras) == before

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointInvalid, UsageError
@@ -54,7 +55,8 @@ def open_session(
             or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
         keep: valid checkpoints that stay, of this run and those it came from. copies: with 2, any one file may be lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
-        state: further objects with ``state_dict``/``load_state_dict``, plain values or generators, by name.
+        state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
+            arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
@@ -83,12 +85,7 @@ def open_session(
     )
     extras = extras_of(state)
     _require_torch(model)
-
-    def adapter() -> Adapter:
-        from holdfast.adapters.torch.adapter import TorchAdapter
-
-        return TorchAdapter(model, optimizer, scheduler, scaler, extras, settings.seed)
-
+    adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed)
     return Session(adapter, extras, settings)
 
 
@@ -166,6 +163,14 @@ def _patterns(optional: object) -> tuple[str, ...]:
         if all(isinstance(pattern, str) for pattern in patterns):
             return patterns
     raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
+
+
+def _torch_adapter(
+    model: Any, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
+) -> Adapter:
+    from holdfast.adapters.torch.adapter import TorchAdapter
+
+    return TorchAdapter(model, optimizer, scheduler, scaler, extras, seed)
 
 
 def configure_logging() -> None:

@@ -208,6 +208,20 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in strides)
 
 
+def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """True for memory of its own that is cut, and lies on a device, as ``like``."""
+    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
+        return False
+    if isinstance(tensor, DTensor) or isinstance(like, DTensor):
+        return (
+            isinstance(tensor, DTensor)
+            and isinstance(like, DTensor)
+            and tensor.device_mesh == like.device_mesh
+            and tensor.placements == like.placements
+        )
+    return tensor.layout is like.layout
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a local tensor in C order, on its device: its own memory where that lies so, else a copy.
 

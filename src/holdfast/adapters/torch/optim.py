@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, overlaps, placed
+from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, lies_as, placed
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
@@ -165,9 +165,12 @@ def clone(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: clone(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [clone(item) for item in value]
+        made = copy.copy(value)
+        for key, item in value.items():  # a Counter's update() adds
+            made[key] = clone(item)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(clone(item) for item in value)
     return copy.deepcopy(value)
 
 
@@ -353,22 +356,9 @@ def allocate(
     ``there`` is what has the place now; it is returned when it is just that.
     """
     if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
-        if isinstance(there, torch.Tensor) and there.dtype is dtype and _lies_as(there, like):
+        if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
             return placed(there, like)
         return placed(torch.empty_like(like, dtype=dtype, requires_grad=False), like)
     local = like._local_tensor if isinstance(like, DTensor) else like
     device = torch.device("cpu") if local is None or on_cpu else local.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def _lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
-        return False
-    if isinstance(tensor, DTensor) or isinstance(like, DTensor):
-        return (
-            isinstance(tensor, DTensor)
-            and isinstance(like, DTensor)
-            and tensor.device_mesh == like.device_mesh
-            and tensor.placements == like.placements
-        )
-    return tensor.layout is like.layout

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.optim import Undo, clone, hyperparameters, parameters_of, set_hyperparameters
 from holdfast.adapters.torch.state import Copies, TorchState
 from holdfast.adapters.values import split
@@ -51,9 +52,7 @@ class Snapshot:
         if state.scaler is not None:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
             self._scaler = {key: _cloned(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
-        self._extras = {
-            name: copy.deepcopy(item) for name, item in state.extras.items() if type(item) in (dict, list)
-        }
+        self._extras = clone(state.plain_extras())
         self.undo.clear()
 
     def _take_buffers(self) -> None:
@@ -112,12 +111,7 @@ class Snapshot:
 
     def _restore_extras(self) -> None:
         for name, saved in self._extras.items():
-            current = self._state.extras[name]
-            if isinstance(current, dict):
-                current.clear()
-                current.update(copy.deepcopy(saved))
-            else:
-                current[:] = copy.deepcopy(saved)
+            self._state.extras[name] = put_into(self._state.extras.get(name), clone(saved))
 
     def drop_gradients(self) -> None:
         """No parameter keeps a gradient."""
@@ -134,7 +128,7 @@ class Snapshot:
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)
-        return Copies(buffers, self._groups, plain, self.undo)
+        return Copies(buffers, self._groups, plain, self._extras, self.undo)
 
 
 def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:

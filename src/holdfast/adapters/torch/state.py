@@ -39,6 +39,7 @@ from holdfast.adapters.torch.boxes import (
     placed,
     refuse_undeclared,
 )
+from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
     OptimizerState,
@@ -67,6 +68,7 @@ class Copies(NamedTuple):
     plain: Mapping[
         str, Any
     ]  # "scheduler.<name>" or "scaler" -> state dict; extra state of modules by its name
+    extras: Mapping[str, Any]  # the user's plain values by name
     undo: Undo
 
 
@@ -231,7 +233,7 @@ class TorchState:
             },
             "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, copies, out),
             "state": {
-                name: split(item.state_dict() if _has_state(item) else item, f"state.{name}", out.add)
+                name: split(self._extra(name, item, copies), f"state.{name}", out.add)
                 for name, item in self.extras.items()
                 if not isinstance(item, GENERATORS)
             },
@@ -241,6 +243,19 @@ class TorchState:
     def _plain(self, path: str, item: Any, copies: Copies | None, out: Collected) -> Plain:
         known = None if copies is None else copies.plain.get(path)
         return split(item.state_dict() if known is None else known, path, out.add)
+
+    def plain_extras(self) -> dict[str, Any]:
+        """What the user gave that is a value itself."""
+        return {
+            name: item
+            for name, item in self.extras.items()
+            if not (_has_state(item) or isinstance(item, GENERATORS))
+        }
+
+    def _extra(self, name: str, item: Any, copies: Copies | None) -> Any:
+        if _has_state(item):
+            return item.state_dict()
+        return item if copies is None else copies.extras.get(name, item)
 
     def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
         return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
@@ -330,20 +345,13 @@ class Restore:
             elif _has_state(item):
                 self._load(f"state.{name}", item, saved[name])
             else:
-                value = join(saved[name], self._fetch({}))
-                self._finish.append(lambda name=name, value=value: self._set_plain(name, value))  # type: ignore[misc]
+                value = self._value(item, saved[name], f"state.{name}")
+                self._finish.append(functools.partial(self._set_plain, name, value))
         for name in saved.keys() - self._state.extras.keys():
             log.warning("holdfast: the checkpoint holds state called %r, which this run does not have", name)
 
     def _set_plain(self, name: str, value: Any) -> None:
-        current = self._state.extras[name]
-        if isinstance(current, dict) and isinstance(value, dict):
-            current.clear()
-            current.update(value)
-        elif isinstance(current, list) and isinstance(value, list):
-            current[:] = value
-        else:
-            self._state.extras[name] = value
+        self._state.extras[name] = put_into(self._state.extras[name], value)
 
     def _load(self, path: str, item: Any, saved: Plain) -> None:
         self._finish.append(
