@@ -118,8 +118,7 @@ def weights_of(path: Place | Opened) -> list[str]:
 def _joined(mine: dict[str, Plain], other: dict[str, Plain]) -> dict[str, Plain]:
     """One optimizer of two writers: the groups are the same, their members and state may be of other stages."""
     made = {**mine, "state": {**mine["state"], **other["state"]}}
-    if "members" in mine and "members" in other:
-        made["members"] = [
-            list(dict.fromkeys([*a, *b])) for a, b in zip(mine["members"], other["members"], strict=True)
-        ]
+    for key in ("members", "added"):  # names by group
+        if key in mine and key in other:
+            made[key] = [list(dict.fromkeys([*a, *b])) for a, b in zip(mine[key], other[key], strict=True)]
     return made

@@ -195,41 +195,71 @@ def _listed(names: Sequence[str]) -> str:
 class OptimizerState:
     """One optimizer's state under the names of the parameters it belongs to."""
 
-    def __init__(self, name: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         self.name = name
         self.optimizer = optimizer
         self.prefix = f"optimizer.{name}"
-        self.fqns: dict[str, torch.Tensor] = {}
-        for p in parameters_of(optimizer):
-            if id(p) not in names:
-                raise StateError(
-                    f"optimizer {name!r} updates a parameter of shape {list(p.shape)} that is not in the model",
-                    hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
-                )
-            self.fqns[names[id(p)]] = p
-        self._model = frozenset(names.values())
+        self._parameters = parameters
+        self._names = {id(p): fqn for fqn, p in parameters.items()}
+        self._built = len(optimizer.param_groups)  # by the script; further ones are added while it trains
+        self._members(self._built)
 
     def size(self) -> int:
         """Number of state entries: grows when the optimizer makes state, which is at its first update."""
         return sum(map(len, self.optimizer.state.values()))
 
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """As the function of this name, for the start of a step.
+
+        Raises:
+            StateError: a group that was added since is of no parameters of the model.
+        """
+        if len(self.optimizer.param_groups) != self._built:
+            self._members(len(self.optimizer.param_groups))
+        return hyperparameters(self.optimizer)
+
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As the function of this name; groups that were added since are gone."""
+        del self.optimizer.param_groups[len(groups) :]
+        set_hyperparameters(self.optimizer, groups)
+
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Group values and per-parameter state as plain values; tensors go to ``leaf``."""
+        """Group values and per-parameter state as plain values; tensors go to ``leaf``.
+
+        Args:
+            groups: all, or the first ones (those of the start of a step).
+        """
+        members = self._members(len(groups))
+        held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
         return {
             "class": type(self.optimizer).__name__,
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
-            "members": self._members(),
+            "members": members,
+            # Of each group that the script did not build: the members that are trained, as a layer that was unfrozen.
+            "added": [
+                [fqn for fqn in fqns if self._parameters[fqn].requires_grad]
+                for fqns in members[self._built :]
+            ],
             "state": {
                 fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", _beside(p, leaf))
-                for fqn, p in self.fqns.items()
+                for fqn, p in held
                 if p in state
             },
         }
 
-    def _members(self) -> list[list[str]]:
-        """Names of the parameters of each group: other programs that read the state need them."""
-        names = {id(p): fqn for fqn, p in self.fqns.items()}
-        return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+    def _members(self, count: int) -> list[list[str]]:
+        """Names of the parameters of the first groups: other programs that read the state need them."""
+        return [[self._name(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        fqn = self._names.get(id(parameter))
+        if fqn is None:
+            raise StateError(
+                f"optimizer {self.name!r} updates a parameter of shape {list(parameter.shape)} that is not in the "
+                "model, as it was when the session began",
+                hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
+            )
+        return fqn
 
     def _refuse_another(self, saved: Plain) -> None:
         """Raise CheckpointMismatch when another optimizer wrote ``saved``: its state would be dropped without a word.
@@ -266,11 +296,14 @@ class OptimizerState:
         """
         if "members" not in saved:  # of before they were noted
             return
-        then = {fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._model}
-        # A parameter that the checkpoint lacks is another model's, and said so where its tensors are looked for.
-        now = {
-            fqn: at for at, group in enumerate(self._members()) for fqn in group if fqn in catalogue.by_fqn
+        then = {
+            fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._parameters
         }
+        # A parameter that the checkpoint lacks is another model's, and said so where its tensors are looked for.
+        members = self._members(self._built)
+        built = {fqn: at for at, group in enumerate(members) for fqn in group if fqn in catalogue.by_fqn}
+        # Groups that were added in the run are added again; they may hold nothing that the script has in another one.
+        now = {fqn: at for fqn, at in then.items() if at >= self._built} | built
         differences = [
             f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
             for what, names in (
@@ -289,6 +322,16 @@ class OptimizerState:
                 hint=_BUILD_THE_SAME,
             )
 
+    def _refuse_other_groups(self, saved: Plain) -> None:
+        """Raise CheckpointMismatch when the script builds neither the groups that it built then, nor all of now."""
+        there, added = len(saved["groups"]), len(saved.get("added", ()))
+        if self._built not in (there, there - added):
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} has {self._built} parameter groups, the checkpoint {there}"
+                + (f", of which {added} were added while it trained" if added else ""),
+                hint=_BUILD_THE_SAME,
+            )
+
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]
     ) -> Callable[[], None]:
@@ -302,12 +345,7 @@ class OptimizerState:
             CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
         """
         self._refuse_another(saved)
-        if len(saved["groups"]) != len(self.optimizer.param_groups):
-            raise CheckpointMismatch(
-                f"optimizer {self.name!r} has {len(self.optimizer.param_groups)} parameter groups, "
-                f"the checkpoint {len(saved['groups'])}",
-                hint=_BUILD_THE_SAME,
-            )
+        self._refuse_other_groups(saved)
         self._refuse_others_parameters(saved, catalogue)
         reused: set[int] = set()
 
@@ -324,23 +362,40 @@ class OptimizerState:
             return made
 
         groups = join(saved["groups"], lambda path: fetch(path, None, True))
+        added = [
+            {**group, "params": [self._parameters[fqn] for fqn in members if fqn in self._parameters]}
+            for group, members in zip(
+                groups[self._built :], saved.get("members", ())[self._built :], strict=True
+            )
+        ]
         states: dict[torch.Tensor, Any] = {}
-        for fqn, p in self.fqns.items():
-            group = next(g for g in self.optimizer.param_groups if any(q is p for q in g["params"]))
+        for group in [*self.optimizer.param_groups[: self._built], *added]:
             step_on_cpu = not (group.get("capturable") or group.get("fused"))
-            there = self.optimizer.state.get(p, {})
-            for key, item in saved["state"].get(fqn, {}).items():
-                cpu = key == "step" and step_on_cpu
-                fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key))
-                states.setdefault(p, {})[key] = join(item, fill)
+            for p in group["params"]:
+                there = self.optimizer.state.get(p, {})
+                for key, item in saved["state"].get(self._name(p), {}).items():
+                    cpu = key == "step" and step_on_cpu
+                    fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key))
+                    states.setdefault(p, {})[key] = join(item, fill)
+        trained = [fqn for fqns in saved.get("added", ()) for fqn in fqns]
 
         def finish() -> None:
-            set_hyperparameters(self.optimizer, groups)
-            for p in self.fqns.values():
+            for p in parameters_of(self.optimizer):
                 self.optimizer.state.pop(p, None)
+            self._add_again(added, trained if added else ())
+            set_hyperparameters(self.optimizer, groups)
             self.optimizer.state.update(states)
 
         return finish
+
+    def _add_again(self, added: Iterable[dict[str, Any]], trained: Iterable[str]) -> None:
+        """The groups that were added while it trained, in place of those that were added here."""
+        del self.optimizer.param_groups[self._built :]
+        for group in added:
+            self.optimizer.add_param_group(group)
+        for fqn in trained:
+            if fqn in self._parameters:
+                self._parameters[fqn].requires_grad_(True)
 
 
 def allocate(

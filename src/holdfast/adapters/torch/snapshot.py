@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.torch.filling import put_into
-from holdfast.adapters.torch.optim import Undo, clone, hyperparameters, parameters_of, set_hyperparameters
+from holdfast.adapters.torch.optim import Undo, clone, parameters_of
 from holdfast.adapters.torch.state import Copies, TorchState
 from holdfast.adapters.values import split
 
@@ -41,7 +41,7 @@ class Snapshot:
         """Copy what the coming step may change before its vote."""
         self._take_buffers()
         state = self._state
-        self._groups = {name: hyperparameters(o.optimizer) for name, o in state.optimizers.items()}
+        self._groups = {name: o.hyperparameters() for name, o in state.optimizers.items()}
         for groups in self._groups.values():
             for group in groups:
                 for key, value in group.items():
@@ -101,7 +101,7 @@ class Snapshot:
         for fqn, extra in self._modules.items():
             state.names.extra[fqn].set_extra_state(clone(extra))
         for name, groups in self._groups.items():
-            set_hyperparameters(state.optimizers[name].optimizer, groups)
+            state.optimizers[name].set_hyperparameters(groups)
         for name, scheduler in state.schedulers.items():
             scheduler.load_state_dict(copy.deepcopy(self._plain[f"scheduler.{name}"]))
         for key, saved_tensor in self._scaler.items():

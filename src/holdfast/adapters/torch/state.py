@@ -173,8 +173,7 @@ class TorchState:
         self.names = names_of(model)
         refuse_in_backward(self.names.parameters)
         refuse_undeclared(self.names.parameters)
-        fqns = {id(p): fqn for fqn, p in self.names.parameters.items()}
-        self.optimizers = {name: OptimizerState(name, o, fqns) for name, o in optimizers.items()}
+        self.optimizers = {n: OptimizerState(n, o, self.names.parameters) for n, o in optimizers.items()}
         self.schedulers = by_name(schedulers, "scheduler", _has_state)
         self.scaler = scaler
         if scaler is not None and not _has_state(scaler):
