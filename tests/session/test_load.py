@@ -73,6 +73,26 @@ def test_a_number_that_does_not_fit_is_refused_before_anything_changes(tmp_path:
     ):
         holdfast.load(path, half, cast=True)
     assert equal(half, before)
+    mixed = net(2)
+    state = copies(mixed)
+    state["0.weight"][0, 1] = 70_000.0
+    mixed.get_submodule("0").half()
+    with torch.no_grad():
+        for value in mixed.state_dict().values():
+            value.zero_()
+    before = copies(mixed)
+    path = stored(tmp_path / "b", state)
+    with pytest.raises(CheckpointMismatch, match=r"0\.weight: it has numbers"):
+        holdfast.load(path, mixed, cast=True)
+    assert equal(mixed, before)
+    with pytest.raises(CheckpointMismatch, match=r"0\.weight: it has numbers"):
+        holdfast.load(path, mixed, cast=True, strict=False)
+    assert equal(mixed, before)
+    mixed[0] = nn.Linear(1, 1).half()  # of another shape: its numbers do not matter
+    report = holdfast.load(path, mixed, cast=True, optional=["0.*"])
+    assert (
+        set(report.mismatched) == {"0.weight", "0.bias"} and mixed.get_parameter("2.weight").count_nonzero()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])

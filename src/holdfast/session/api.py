@@ -151,6 +151,8 @@ def load(
             unexpected=sorted(theirs - ours),
             optional=patterns,
             strict=strict,
+            first=restore.converted(),
+            check=restore.check,
         )
     restore.finish(report.untouched)
     return report

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -98,6 +98,8 @@ def load_into(
     unexpected: Iterable[str] = (),
     optional: Sequence[str] = (),
     strict: bool = True,
+    first: Collection[str] = (),
+    check: Callable[[Collection[str]], None] | None = None,
     threads: int = 0,
 ) -> LoadReport:
     """Fill the targets from the checkpoint in directory ``path``.
@@ -109,6 +111,8 @@ def load_into(
             they count as tensors do.
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
         strict: other names may not be missing on either side; another shape or dtype is refused in any case.
+        first: names of targets to fill before all others; then ``check`` is called with the names of those that are
+            left out, and what it raises ends the load.
         threads: reads at the same time; 0: the node's cores, shared by its ranks (a few from another machine).
 
     Raises:
@@ -128,7 +132,10 @@ def load_into(
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
         loader = Loader(directory, index, threads)
-        loader.load([(t, t.box) for t in filled if t.box.numel])
+        loader.load([(t, t.box) for t in filled if t.box.numel and t.fqn in first])
+        if check is not None:
+            check({*found.missing, *found.mismatched})
+        loader.load([(t, t.box) for t in filled if t.box.numel and t.fqn not in first])
     return LoadReport(
         index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
         time.perf_counter() - started_s, (*index.damage, *loader.healed), tuple(found.missing), tuple(found.unexpected),

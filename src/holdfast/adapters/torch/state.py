@@ -277,6 +277,8 @@ class TorchState:
 class Restore:
     """One load: memory to fill (``targets``), then ``finish`` puts everything into place.
 
+    With conversions, ``check`` comes before what is filled in place.
+
     Attributes:
         targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
     """
@@ -400,22 +402,29 @@ class Restore:
         stored = TORCH_DTYPES[entry.dtype]
         return stored if _is_number(stored) and _is_number(dtype) else dtype
 
-    def finish(self, untouched: Collection[str] = ()) -> None:
-        """All boxes but those of ``untouched`` are filled and verified: everything takes the new state.
+    def converted(self) -> frozenset[str]:
+        """Names of the tensors that come in another dtype: none of them is filled before :meth:`finish`."""
+        return frozenset(fqn for fqn, region, data in self._staged if data.dtype is not region.dtype)
+
+    def check(self, untouched: Collection[str] = ()) -> None:
+        """The boxes of :meth:`converted`, but those of ``untouched``, are filled: look whether they fit.
 
         Raises:
-            CheckpointMismatch: a number is too large for the dtype that it is converted to; nothing has changed.
+            CheckpointMismatch: a number is too large for the dtype that it is converted to.
         """
-        staged = [(fqn, region, data) for fqn, region, data in self._staged if fqn not in untouched]
-        for fqn, region, data in staged:
-            if data.dtype is not region.dtype and _overflows(data, region.dtype):
+        for fqn, region, data in self._staged:
+            if fqn not in untouched and data.dtype is not region.dtype and _overflows(data, region.dtype):
                 raise CheckpointMismatch(
                     f"{fqn}: it has numbers that {region.dtype} cannot hold (stored as {data.dtype})",
                     hint="load it into a wider dtype",
                 )
+
+    def finish(self, untouched: Collection[str] = ()) -> None:
+        """All boxes but those of ``untouched`` are filled and verified: everything takes the new state."""
         with torch.no_grad():
-            for _, region, data in staged:
-                region.copy_(data)
+            for fqn, region, data in self._staged:
+                if fqn not in untouched:
+                    region.copy_(data)
         for act in self._finish:
             act()
 
