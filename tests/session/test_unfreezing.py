@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import CheckpointMismatch, StateError
 from tests.adapters.test_state import copy_over, same
+from tests.session.launch import run_job
+from tests.session.unfreeze_job import STEPS
 
 pytestmark = pytest.mark.torch
+JOB = str(Path(__file__).with_name("unfreeze_job.py"))
 UNFREEZE_AT = 3
 
 
@@ -151,3 +155,20 @@ def test_a_parameter_of_no_module_is_refused_at_the_next_step(tmp_path: Path) ->
     )
     with pytest.raises(StateError, match=r"shape \[7\] that is not in the model"):
         job.train(9, tmp_path)
+
+
+@pytest.mark.processes
+def test_a_newcomer_gets_what_its_script_has_not_built(tmp_path: Path) -> None:
+    """The added group, the extra state of a module, and a tensor that the script itself holds."""
+    ends = []
+    for name, dies in (("whole", False), ("cut", True)):
+        place = tmp_path / name
+        place.mkdir()
+        if not dies:
+            (place / "died").write_text("")
+        done = run_job(place, 2, JOB, str(place / "died"))
+        assert done.returncode == 0, done.stdout
+        assert ("replace, training goes on" in done.stdout) == dies, done.stdout
+        logs = [path.read_text() for path in place.rglob("*.log")]
+        ends += re.findall(r"ended with (.*)", "\n".join([done.stdout, *logs]))
+    assert len(ends) >= 4 and len(set(ends)) == 1 and ends[0].endswith(f" {STEPS} 2"), ends
