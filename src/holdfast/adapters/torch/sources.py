@@ -20,13 +20,14 @@ import torch
 from holdfast.adapters.torch.boxes import TORCH_DTYPES
 from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, read_dcp
 from holdfast.adapters.torch.keys import restore_keys
-from holdfast.adapters.weights import BESIDE_THE_MODEL
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.codec import StoredTensor, decode_header, header_size_bytes
 from holdfast.store.files import reading, writing
 
 KINDS = "a torch.save file, a torch DCP directory, or a .safetensors file of weights"
 SAFETENSORS = ".safetensors"
+OPTIMIZER_STATE = "optimizer."
+"""How the names of an optimizer's tensors begin in a file that ``holdfast ckpt merge`` wrote."""
 _ZIP = b"PK\x03\x04"
 _BEFORE_ZIP = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The number that torch.save files of before 1.6 begin with, after two bytes of the pickle protocol."""
@@ -101,7 +102,7 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
         file.seek(0)
         header = decode_header(file.read(start), size_bytes, str(source))
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    beside = [tensor.fqn for tensor in header.tensors if tensor.fqn.startswith(BESIDE_THE_MODEL)]
+    beside = [tensor.fqn for tensor in header.tensors if tensor.fqn.startswith(OPTIMIZER_STATE)]
     if beside:
         raise UsageError(
             f"{source} holds {beside[0]}: more than weights, and without the values that belong to it",
