@@ -114,6 +114,13 @@ def test_a_minority_gives_up_and_answers_nobody_any_more() -> None:
     assert post(machine, ask) == []
 
 
+def test_who_gave_up_runs_its_controller_again_when_that_dies() -> None:
+    machine = agent(A, nodes(A, B))
+    post(machine, LeaderLost())
+    post(machine, Tick(name="alone"))
+    assert [type(c) for c in post(machine, LeaderLost()) if isinstance(c, GiveUp)] == [GiveUp]
+
+
 def test_of_two_with_a_witness_one_goes_on() -> None:
     first, second = (agent(me, nodes(A, B, witness=True)) for me in (A, B))
     for machine in (first, second):

@@ -122,6 +122,12 @@ def test_a_minority_fences_its_side_with_numbers_of_its_own_and_ends() -> None:
     assert finish.code == Exit.UNSAVED and "no majority" in finish.reason
 
 
+def test_the_successor_of_a_controller_that_was_alone_goes_on_with_its_numbers() -> None:
+    first = take_over(alone=2)
+    again = Job(world_size=2, nnodes=2, voters=(A, B, C), alone=2, past=past_of(first))
+    assert again.controller.job.generation == first.controller.job.generation
+
+
 def test_a_spare_takes_the_seats_of_a_lost_node() -> None:
     before = {0: A, 1: A, 2: B, 3: B}
     seats = assign([(B, 2), (C, 2)], 4, 10, before)

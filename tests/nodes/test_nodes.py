@@ -74,6 +74,20 @@ def test_two_hosts_with_one_number_are_told(net: Network, tmp_path: Path) -> Non
 
 
 @pytest.mark.torch
+def test_the_controller_of_a_minority_dies_and_its_successor_seals(net: Network, tmp_path: Path) -> None:
+    with Hosts(net, tmp_path, "2", TRAIN, ("4000", "0.05", str(tmp_path / "out")), torch=True) as hosts:
+        hosts.start(0, 1)
+        hosts.wait_event(0, "resumed")
+        terms = len(hosts.events(0, "controller_started"))
+        hosts.kill(1)
+        hosts.wait_event(0, "no_majority")
+        alone = until("it decides alone", lambda: hosts.events(0, "controller_started")[terms:])[-1]
+        os.kill(int(alone.data["pid"]), signal.SIGKILL)
+        assert hosts.wait(0) == Exit.REQUEUE, hosts.output(0)
+        assert len(hosts.events(0, "no_majority")) == 2 and hosts.events(0, "sealed")
+
+
+@pytest.mark.torch
 def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2:3", TRAIN, ("70", "0.04", str(tmp_path / "out")), torch=True) as hosts:
         hosts.start()

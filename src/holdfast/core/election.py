@@ -103,6 +103,8 @@ class Election:
         """Answer one event."""
         if self.role != "alone":
             self._handle(event)
+        elif isinstance(event, LeaderLost):
+            self._give_up("the controller that decides for this side alone is gone")
         return self._take()
 
     def _handle(self, event: Message) -> None:

@@ -58,9 +58,10 @@ class Job:
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
-        if config.alone:
-            # The majority issues generations too: what is saved here must not carry one of theirs.
-            apart = config.alone * MEMBERS_PER_TERM
+        apart = config.alone * MEMBERS_PER_TERM
+        if past.generation.n < apart:
+            # The majority issues generations too: what is saved here must not carry one of theirs. The successor of a
+            # controller that was alone goes on with its numbers: added twice they could be those of another agent.
             self.generation = Generation(past.generation.term, past.generation.n + apart)
         # A line of the log may have been lost with its node: a later term never repeats an id.
         taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
