@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
+from holdfast.core.council import JobFormed
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
@@ -13,6 +14,7 @@ from holdfast.core.messages import (
     AgentBeat,
     AgentHello,
     Assignment,
+    CancelTimer,
     Command,
     ControllerGone,
     ControllerHere,
@@ -193,6 +195,53 @@ def test_stop_works_without_a_controller() -> None:
     assert desk.last[-1] == Finish(code=int(Exit.INTERRUPTED), reason="second Ctrl-C")
 
 
+def test_who_is_asked_to_leave_before_anything_has_begun_leaves_at_once() -> None:
+    desk = Desk()
+    desk.post(ExitRun(grace_s=9.0, source="SIGTERM"))
+    assert desk.sent("launcher", Ack) == [Ack(ok=True, detail="leaving at once: nothing has begun")]
+    assert desk.last[-1] == Finish(
+        code=int(Exit.UNSAVED),
+        reason="asked to exit (SIGTERM) before a controller was there: nothing had begun",
+    )
+
+
+def test_who_has_met_the_others_leaves_with_them() -> None:
+    desk = Desk()
+    desk.post(JobFormed())
+    desk.post(ExitRun(grace_s=9.0, source="SIGTERM"))
+    assert not any(isinstance(c, Finish) for c in desk.last)
+    desk.post(ControllerHere())
+    assert len(desk.sent("controller", ExitRun)) == 1
+
+
+def test_a_request_keeps_its_deadline_without_a_controller() -> None:
+    desk = Desk().running()
+    desk.post(ControllerGone())
+    desk.post(ExitRun(grace_s=9.0, source="SIGTERM"))
+    assert SetTimer(name="leave", delay_s=9.0) in desk.last
+    desk.post(Tick(name="leave"))
+    assert [k.member_id for k in desk.sent("shell", KillMember)] == [1, 2]
+    desk.post(exited(1))
+    desk.post(exited(2))
+    assert isinstance(desk.last[-1], Finish) and desk.last[-1].code == Exit.UNSAVED
+
+
+def test_a_controller_that_is_back_has_the_deadline_from_then_on() -> None:
+    desk = Desk().running()
+    desk.post(ControllerGone())
+    desk.post(ExitRun(grace_s=9.0, source="SIGTERM"))
+    desk.post(ControllerHere())
+    assert CancelTimer(name="leave") in desk.last and len(desk.sent("controller", ExitRun)) == 1
+
+
+def test_a_request_that_is_taken_back_in_time_ends_nothing() -> None:
+    desk = Desk().running()
+    desk.post(ControllerGone())
+    desk.post(ExitRun(grace_s=9.0, source="cli"))
+    desk.post(ExitRun(grace_s=0.0, source="cli", cancel=True))
+    assert CancelTimer(name="leave") in desk.last
+
+
 def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
     """Also when each of them connects first, and breaks over what it is told."""
     desk = Desk(restarts_max=3)
@@ -213,7 +262,8 @@ def test_controllers_that_work_for_a_while_may_die_for_ever() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    desk = Desk(pending_max=3)
+    desk = Desk(pending_max=3).running()
+    desk.post(ControllerGone())
     for number in range(5):
         desk.post(ExitRun(grace_s=float(number), source="cli"))
     desk.post(ControllerHere())

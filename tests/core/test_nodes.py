@@ -12,11 +12,14 @@ from holdfast.core.messages import (
     AgentGone,
     AgentHello,
     Catalogued,
+    EndRun,
+    ExitRun,
     Finish,
     LayoutPublished,
     MemberExited,
     MemberSeen,
     SaveReported,
+    Send,
     Settle,
     Settled,
     StartMembers,
@@ -54,6 +57,27 @@ def test_the_voters_are_waited_for_and_ranks_go_to_the_first_nodes() -> None:
     orders = started().sent(StartMembers)
     assert [(o.node_id, [a.rank for a in o.members]) for o in orders] == [(A, [0]), (B, [1])]
     assert {(o.kv_node, o.master_host, o.master_port) for o in orders} == {(A, f"h{A}", 7)}
+
+
+def test_a_request_to_leave_waits_for_the_nodes_that_are_about_to_come() -> None:
+    job = Job(world_size=2, nnodes=2, voters=(A, B, C))
+    job.post(AgentHello(node_id=B, slots=1, pid=1, host="hB", port=7))
+    job.post(ExitRun(grace_s=30.0, source="SIGTERM"))
+    assert not any(isinstance(c, Finish) for c in job.log)
+    for node in (A, C):
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    assert {c.to for c in job.last if isinstance(c, Send) and isinstance(c.message, EndRun)} == {
+        f"agent:{node}" for node in (A, B, C)
+    }
+    assert not job.sent(StartMembers)
+
+
+def test_a_request_to_leave_waits_for_nobody_for_long() -> None:
+    job = Job(world_size=2, nnodes=2, voters=(A, B, C))
+    job.post(AgentHello(node_id=B, slots=1, pid=1, host="hB", port=7))
+    job.post(ExitRun(grace_s=30.0, source="SIGTERM"))
+    job.post(Tick(name="together"), 2.0)
+    assert [c.code for c in job.last if isinstance(c, Finish)] == [Exit.UNSAVED]
 
 
 def test_a_node_is_lost_while_a_majority_is_heard() -> None:

@@ -99,6 +99,13 @@ def test_graceful_exit_saves_and_asks_to_be_requeued() -> None:
     assert any(r.kind == "sealed" and r.data["step"] == result.step for r in result.records)
 
 
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_an_exit_before_anything_has_begun_ends_every_node(ranks: int) -> None:
+    for seed in range(20):
+        result = run_sim(ranks, seed, (SimFault(kind="ask_exit", at_s=0.002 * seed),), until=50)
+        assert result.code == Exit.UNSAVED and result.time_s < 30
+
+
 def test_a_fault_during_a_graceful_exit_still_saves() -> None:
     for seed in range(30):
         faults = (

@@ -12,6 +12,8 @@ Invariants:
 2. What a worker said last of each kind reaches every controller; requests and faults are kept until one has
    them.
 3. After EndRun the agent ends when its last worker is gone, never before.
+4. Whoever is asked to leave leaves: at once where nothing has begun, else within the deadline of the request, with or
+   without a controller.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import deque
 import msgspec
 
 from holdfast.core.config import AgentConfig
+from holdfast.core.council import JobFormed
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.membership import is_stale
 from holdfast.core.messages import (
@@ -91,6 +94,7 @@ REPEATED = (
 )
 """Kinds of which a worker itself says its last word again, after its hello to the next agent: the one before may have
 died with it. Not those that answer a standing order, which a hello has repeated."""
+LEAVE_TIMER = "leave"
 UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched)
 """What a worker says; everything else that names a member is said to it."""
 
@@ -125,6 +129,8 @@ class Agent:
         self.ended = False
         self._started: set[MemberId] = set()
         self._restarts = 0
+        self._asked = ""
+        self._begun = False  # the others, or a controller, rely on this agent
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
@@ -148,6 +154,8 @@ class Agent:
                 self._hello()
             case ControllerGone():
                 self._controller_gone(now)
+            case JobFormed():
+                self._begun = True
             case LauncherGone():
                 self._ask(ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
             case ExitRun() | StopRun():
@@ -158,6 +166,8 @@ class Agent:
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
                     if self.connected:
                         self._tell(AgentBeat(node_id=self.node_id))
+                elif event.name == LEAVE_TIMER:
+                    self._leave(f"{self._asked}: no controller came back before the deadline")
                 elif event.name == SPARE_TIMER:
                     self._build_spares()
                 elif event.name.startswith("called:"):
@@ -205,7 +215,7 @@ class Agent:
     # ---------------------------------------------------------------- controller
 
     def _hello(self) -> None:
-        self.connected = True
+        self.connected = self._begun = True
         living = [w for _, w in sorted(self.workers.items()) if w.alive]
         seen = tuple(MemberSeen(w.member_id, w.generation, w.rank, w.pid, w.state, w.step) for w in living)
         config = self.config
@@ -229,6 +239,7 @@ class Agent:
             self._tell(self._held)
         while self._pending:
             self._tell(self._pending.popleft())
+        self._out.append(CancelTimer(name=LEAVE_TIMER))  # the deadline is the controller's from here on
         self._tell(AgentBeat(node_id=self.node_id))
 
     def _controller_gone(self, now: float) -> None:
@@ -251,6 +262,8 @@ class Agent:
             return Ack(ok=False, detail=f"the run is ending: {self.ending.reason}")
         if isinstance(request, StopRun):
             return Ack(ok=True, detail="stopping at once")
+        if self._is_idle and not request.cancel:
+            return Ack(ok=True, detail="leaving at once: nothing has begun")
         what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
@@ -263,7 +276,29 @@ class Agent:
         elif isinstance(request, StopRun):
             self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
         else:
+            self._ask_later(request)
+
+    def _ask_later(self, request: ExitRun) -> None:
+        """There is no controller that could save first: the request keeps its deadline all the same."""
+        self._asked = f"asked to exit ({request.source})"
+        if request.cancel:
             self._keep(request)
+            self._out.append(CancelTimer(name=LEAVE_TIMER))
+        elif self._is_idle:
+            self._leave(f"{self._asked} before a controller was there: nothing had begun")
+        else:
+            self._keep(request)
+            self._out.append(SetTimer(name=LEAVE_TIMER, delay_s=request.grace_s))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing of the job has reached this node yet."""
+        return not self._begun and not self._started
+
+    def _leave(self, reason: str) -> None:
+        code = Exit.UNSAVED
+        self._record("run_ended", code=int(code), cause=code.name, reason=reason)
+        self._end(EndRun(code=int(code), reason=reason))
 
     def _tell(self, message: Message) -> None:
         self._out.append(Send(to="controller", message=message))

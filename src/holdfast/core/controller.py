@@ -265,5 +265,7 @@ class Controller:
     def _tick(self, now: float, name: str) -> None:
         if name == "exit":
             self.ending.deadline()
+        elif name == "together":
+            self.ending.exited()
         elif not any(part.tick(now, name) for part in (self.fleet, self.hangs, self.corruption)):
             self.recovery.tick(now, name)

@@ -124,6 +124,10 @@ class AmendSaid(Message, frozen=True):
 # ---------------------------------------------------------------- events of an election, made by its driver
 
 
+class JobFormed(Message, frozen=True):
+    """The agents have met: from now on they leave together (event for an agent)."""
+
+
 class Founded(Message, frozen=True):
     """The first agents have met (event for an election): they are the voters."""
 

@@ -151,4 +151,8 @@ class Ending:
             self.stopping = (code, reason)
         for member in job.roster.living:
             job.kill(member, reason, grace_s)
-        self.exited()
+        if job.roster.members or job.is_assembled:
+            self.exited()
+        else:
+            # Nodes that are about to come would never hear that it is over.
+            job.timer("together", job.config.rejoin_s)

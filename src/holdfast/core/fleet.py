@@ -90,6 +90,9 @@ class Fleet:
                 job.send_node(event.node_id, kill)
         if job.roster.members:
             self._returning[event.node_id] = frozenset(seen)
+        elif self.ending.stopping is not None:
+            if job.is_assembled:
+                self.ending.exited()
         elif not job.config.library and set(self.voters) <= set(job.slots):
             self._launch(now)
         else:
@@ -101,7 +104,8 @@ class Fleet:
     def _launch(self, now: float) -> None:
         """Start the ranks for the first time, if the nodes suffice."""
         job = self.job
-        if not job.roster.members and not job.config.library and len(job.slots) >= job.config.nnodes:
+        idle = not job.roster.members and self.ending.stopping is None
+        if idle and not job.config.library and len(job.slots) >= job.config.nnodes:
             self.recovery.launch(now)
 
     def agent_beat(self, now: float, node_id: NodeId) -> None:

@@ -185,6 +185,11 @@ class Job:
         self.timer("startup", self.config.startup_s)
         return True
 
+    @property
+    def is_assembled(self) -> bool:
+        """Every node that was there when the job began has come to this controller."""
+        return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
+
     def room(self) -> int:
         """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
 

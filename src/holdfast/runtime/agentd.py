@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.council import PeerMessage
+from holdfast.core.council import JobFormed, PeerMessage
 from holdfast.core.culprit import STOPPED
 from holdfast.core.election import Kept
 from holdfast.core.ids import MemberId, NodeId
@@ -177,12 +177,14 @@ class AgentDaemon:
         self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
         self._driver.guard_loop()
         self._driver.start()
-        self._watch_launcher()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._signalled, number)
         self._procs.want_zygote()
         self._adopt()
+        if self._settings.job:
+            self._driver.post(JobFormed())
+        self._watch_launcher()  # after what is there: whoever is asked to leave and has nothing leaves at once
         self._begin_memory()
         self._council.begin()
         watching = watched(self._watcher.watch(), self._driver.fail)
@@ -314,6 +316,7 @@ class AgentDaemon:
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
         share_checkpoints(self._run, job)
+        self._driver.post(JobFormed())
 
     def _refused_by_job(self, reason: str) -> None:
         self._journal.append("run_ended", {"code": int(Exit.USAGE), "cause": "USAGE", "reason": reason})

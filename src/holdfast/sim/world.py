@@ -20,6 +20,7 @@ import msgspec
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig, Config
 from holdfast.core.controller import Controller
+from holdfast.core.council import JobFormed
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
@@ -159,6 +160,8 @@ class World:
         """
         for agent in self._agents.values():
             self._execute_agent(agent, agent.machine.start(self.now))
+            if len(self._agents) > 1:
+                self._feed_agent(agent, JobFormed())
         self._start_controller()
         while self._heap and not self._is_over():
             self.now, number, label, action = heapq.heappop(self._heap)
@@ -318,6 +321,9 @@ class World:
                     self.later(0.1, "restart controller", partial(self._successor, term))
                 case Send():
                     self._send_for_agent(agent, command)
+                case Finish() if self.outcome is None and all(a.machine.ended for a in self._agents.values()):
+                    self.outcome = command  # all have left without a controller
+                    self._controller = None
                 case _:
                     continue
 
@@ -418,6 +424,8 @@ class World:
                     self.died(worker, None, 9)
             agent.alive = False
             return
+        if len(self._agents) > 1:
+            self._feed_agent(agent, JobFormed())
         for member_id, worker in sorted(self.workers.items()):
             if worker.node_id == node_id and worker.alive:
                 self._feed_agent(
@@ -560,7 +568,7 @@ def run_sim(
     return SimResult(
         code=scene.outcome.code,
         reason=scene.outcome.reason,
-        step=steps[-1],
+        step=steps[-1] if steps else -1,
         digest=scene.digest(),
         events=scene.events,
         time_s=scene.now,
