@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.launch import AgentLink
 from holdfast.runtime.rundir import write_private
 from holdfast.runtime.spawn import free_port
-from tests.runtime.runs import Run
+from tests.runtime.runs import BOUND_S, Run, until
 
 pytestmark = pytest.mark.processes
 
@@ -55,3 +59,57 @@ def test_who_is_asked_to_leave_while_it_waits_for_the_others_leaves_at_once(tmp_
         assert run.wait() == Exit.UNSAVED
         (ended,) = run.events("run_ended")
         assert "nothing had begun" in ended.data["reason"] and run.nothing_left()
+
+
+@contextmanager
+def listener() -> Iterator[socket.socket]:
+    """A contact at which nobody is: each round of dialling comes by, and is sent away."""
+    with socket.create_server((address(9), 0)) as server:
+        server.settimeout(BOUND_S)
+        yield server
+
+
+def rounds(server: socket.socket, count: int) -> None:
+    """Until so many rounds of dialling have begun since."""
+    for _ in range(count):
+        server.accept()[0].close()
+
+
+def sockets_of(pid: int) -> int:
+    """Open sockets of a process."""
+    count = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed while we looked
+            count += os.readlink(fd).startswith("socket:")
+    return count
+
+
+def lines(*listeners: tuple[str, int]) -> int:
+    """Connections that agents have accepted here, and not closed."""
+    local = {f"{socket.inet_aton(host)[::-1].hex()}:{port:04x}".upper() for host, port in listeners}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1] in local and row[3] == "01" for row in rows)
+
+
+def test_agents_that_wait_for_each_other_keep_one_line(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    with listener() as server:
+        port = free_port(address(1))
+        contacts = (
+            f"{address(0)}:{nodes.port}",
+            f"{address(1)}:{port}",
+            f"{address(9)}:{server.getsockname()[1]}",
+        )
+        with nodes.node(0, *contacts) as first, nodes.node(1, *contacts[1:], contacts[0]) as second:
+            first.start()
+            second.start()
+            first.wait_event("peer_here")
+            second.wait_event("peer_here")
+            rounds(server, 6)
+            before = [sockets_of(run.agents[-1].pid) for run in (first, second)]
+            rounds(server, 12)
+            until("one line is left", lambda: lines((address(0), nodes.port), (address(1), port)) == 1)
+            after = [sockets_of(run.agents[-1].pid) for run in (first, second)]
+            assert all(now <= then + 1 for now, then in zip(after, before, strict=True)), (
+                "one dial may be under way"
+            )

@@ -137,7 +137,8 @@ class Peers:
         while True:
             targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
             if len(self.known) == 1 or not self.job:
-                targets |= {(host, int(port)) for host, _, port in _split(self._settings.contacts)}
+                reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
+                targets |= {(h, int(port)) for h, _, port in _split(self._settings.contacts)} - reached
             await asyncio.gather(*(self._connect(host, port) for host, port in targets - own))
             await asyncio.sleep(DIAL_S)
 
@@ -180,13 +181,30 @@ class Peers:
             channel.send(PeerRefused(reason=why))
             channel.close()
             return
-        before = self._lines.get(peer.node_id)
-        self._lines[peer.node_id] = channel
         self._node_of[channel] = peer.node_id
+        before = self._lines.get(peer.node_id)
+        if before is not channel and before is not None:
+            channel = self._choose(peer.node_id, before, channel)
+        self._lines[peer.node_id] = channel
         if before is None:
             self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
         self._learn(hello.job, (*hello.known, peer), said_by=peer)
         self._on_here(peer.node_id)
+
+    def _choose(
+        self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
+    ) -> Channel[PeerMessage]:
+        """The one of two lines to an agent that is used; the other one is closed, by one side only.
+
+        Whoever dials twice has lost its first line. When both have dialled, the line of the smaller name stays, and the
+        other agent closes its own: the smaller one cannot know whether its line is still up at the other end.
+        """
+        if bool(older.peer_role) != bool(newer.peer_role):
+            if self.me < node_id:
+                return newer
+            older, newer = (older, newer) if newer.peer_role else (newer, older)
+        older.close()
+        return newer
 
     def _unfit(self, hello: PeerHello) -> str:
         settings, peer = self._settings, hello.peer
@@ -221,9 +239,15 @@ class Peers:
 
     def _closed(self, channel: Channel[PeerMessage]) -> None:
         node_id = self._node_of.pop(channel, None)
-        if node_id is not None and self._lines.get(node_id) is channel:
+        if node_id is None or self._lines.get(node_id) is not channel:
+            return
+        rest = next((line for line, node in self._node_of.items() if node == node_id), None)
+        if rest is None:
             del self._lines[node_id]
             self._journal.append("peer_gone", {"node": node_id})
+        else:
+            self._lines[node_id] = rest
+            self._on_here(node_id)  # what the closed one had not delivered is said again
 
 
 def _read_peers(run: RunDir) -> list[Peer]:
