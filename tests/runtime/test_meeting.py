@@ -34,7 +34,12 @@ class Nodes:
     def __init__(self, base: Path, count: int, spares: int = 0) -> None:
         self.base = base
         self.port = free_port(address(0))
-        self.shape: dict[str, Any] = {"nnodes": count, "nnodes_max": count + spares, "nproc": 1}
+        self.shape: dict[str, Any] = {
+            "nnodes": count,
+            "nnodes_max": count + spares,
+            "nproc": 1,
+            "args": ("3",),
+        }
 
     def node(self, number: int, *contacts: str, token: bytes = TOKEN, home: str = "", **settings: Any) -> Run:
         """One node of it; start its agent when you want."""
@@ -45,7 +50,7 @@ class Nodes:
             node=f"node{number}",
             bind=address(number),
             contacts=contacts or (f"{address(0)}:{self.port}",),
-            **{**self.shape, "args": ("3",), **settings},
+            **{**self.shape, **settings},
         )
         write_private(run.dir.token_file, token)
         return run
@@ -113,3 +118,25 @@ def test_agents_that_wait_for_each_other_keep_one_line(tmp_path: Path) -> None:
             assert all(now <= then + 1 for now, then in zip(after, before, strict=True)), (
                 "one dial may be under way"
             )
+
+
+def test_a_stranger_at_the_address_of_a_lost_node_ends_nothing(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, spares=1)
+    nodes.shape["args"] = ("2000",)
+    with nodes.node(0) as first, nodes.node(1) as second:
+        with nodes.node(2) as spare:
+            for run in (first, second, spare):
+                run.start()
+            first.wait_event("member_started", 2)
+            first.wait_event("peer_here", 2)
+            second.wait_event("peer_here", 2)
+        place = f"{address(2)}:{nodes.port}"
+        with nodes.node(2, place, token=b"x" * 64, home="stranger", nnodes=2) as stranger:
+            stranger.start()
+            for run in (first, second):
+                assert "token" in run.wait_event("peer_foreign").data["reason"]
+        with nodes.node(2, home="mistake", nproc=2) as mistake:
+            mistake.start()
+            assert mistake.wait() == Exit.USAGE
+        assert [run.agents[-1].poll() for run in (first, second)] == [None, None]
+        assert not first.events("run_ended")

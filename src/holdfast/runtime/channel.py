@@ -140,6 +140,12 @@ class Channel(asyncio.Protocol, Generic[M]):
         return self._link.peer_role
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the other end; empty when the connection is gone."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return (str(name[0]), int(name[1])) if name else ("", 0)
+
+    @property
     def unread(self) -> bool:
         """The peer has said something that was not handled yet."""
         if self._transport is None or self._transport.is_closing():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
 from fcntl import ioctl
 
@@ -26,6 +27,7 @@ from holdfast.wire import Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
+REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
 SIOCGIFADDR = 0x8915
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
@@ -36,7 +38,8 @@ class Peers:
     Args:
         on_message: (node, message), in order per line.
         on_here: a line to this node is up.
-        on_refused: this agent does not belong to the job, and why.
+        on_refused: this agent belongs to no job yet, and is refused: why. Later it is whoever answers there that does
+            not belong: another job, or a host that was started with a mistake, at the address of a node that was lost.
         fail: gets the exception that ended the dialling.
     """
 
@@ -65,6 +68,7 @@ class Peers:
         self.memory_port = 0  # where this agent takes and gives states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
+        self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
@@ -139,7 +143,8 @@ class Peers:
             if len(self.known) == 1 or not self.job:
                 reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
                 targets |= {(h, int(port)) for h, _, port in _split(self._settings.contacts)} - reached
-            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own))
+            shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
+            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
             await asyncio.sleep(DIAL_S)
 
     async def _connect(self, host: str, port: int) -> None:
@@ -147,9 +152,17 @@ class Peers:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await self._hub.connect(host, port, "peer")
         except AuthError as error:
-            self._on_refused(error.message)
+            self._turned_away((host, port), error.message)
         except (OSError, ProtocolError):
             return  # it is not up yet, or gone: dialled again
+
+    def _turned_away(self, address: tuple[str, int], reason: str) -> None:
+        if not self.job:
+            self._on_refused(reason)
+            return
+        if address not in self._refused:
+            self._journal.append("peer_foreign", {"host": address[0], "port": address[1], "reason": reason})
+        self._refused[address] = time.monotonic() + REFUSED_S
 
     def _greet(self, channel: Channel[PeerMessage]) -> None:
         settings, known = self._settings, tuple(self.known.values())
@@ -161,7 +174,7 @@ class Peers:
     def _heard(self, channel: Channel[PeerMessage], message: PeerMessage) -> None:
         node_id = self._node_of.get(channel)
         if isinstance(message, PeerRefused):
-            self._on_refused(message.reason)
+            self._turned_away(channel.address, message.reason)
         elif isinstance(message, PeerHello):
             self._welcome(channel, message)
         elif node_id is None:
@@ -182,6 +195,7 @@ class Peers:
             channel.close()
             return
         self._node_of[channel] = peer.node_id
+        self._refused.pop((peer.host, peer.port), None)
         before = self._lines.get(peer.node_id)
         if before is not channel and before is not None:
             channel = self._choose(peer.node_id, before, channel)
