@@ -40,6 +40,22 @@ def test_script_and_arguments_pass_untouched(tmp_path: Path) -> None:
     assert settings.cwd == str(tmp_path)
 
 
+def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 64)
+    several = {"nnodes": "2", "token_file": str(token)}
+    with pytest.raises(UsageError, match=r"the host 127\.1 is 127\.0\.0\.1 here"):
+        asked(**several, master_addr="127.1")
+    with pytest.raises(UsageError, match=r"the host 127\.1 is 127\.0\.0\.1 here"):
+        asked(**several, rdzv_endpoint="127.1:1,10.0.0.1:1")
+    bound = asked(**several, rdzv_endpoint="127.1:29,10.0.0.1:1", bind="127.0.0.9").settings
+    assert bound.contacts == ("127.0.0.9:29", "10.0.0.1:1")
+    trial = asked(**several, master_addr="127.0.0.1")
+    assert trial.settings.contacts == ("127.0.0.1:29500",)
+    assert any("this machine only" in note for note in trial.notes)
+
+
 def test_module_and_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked(script="json.tool", module=True).settings.kind) == "module"
     program = asked(script="sh", no_python=True).settings

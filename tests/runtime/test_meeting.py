@@ -48,9 +48,8 @@ class Nodes:
         run = Run(
             place,
             node=f"node{number}",
-            bind=address(number),
             contacts=contacts or (f"{address(0)}:{self.port}",),
-            **{**self.shape, **settings},
+            **{"bind": address(number), **self.shape, **settings},
         )
         write_private(run.dir.token_file, token)
         return run
@@ -140,3 +139,21 @@ def test_a_stranger_at_the_address_of_a_lost_node_ends_nothing(tmp_path: Path) -
             assert mistake.wait() == Exit.USAGE
         assert [run.agents[-1].poll() for run in (first, second)] == [None, None]
         assert not first.events("run_ended")
+
+
+def test_a_contact_port_that_another_program_has_is_named_at_once(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    with socket.create_server((address(0), nodes.port)), nodes.node(0) as run:
+        run.start()
+        assert run.wait() == Exit.USAGE
+        reason = run.events("run_ended")[0].data["reason"]
+        assert f"{address(0)}:{nodes.port}" in reason and "another --master-port" in reason
+
+
+def test_agents_on_one_address_share_the_contact(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    nodes.shape["bind"] = address(0)
+    with nodes.node(0) as first, nodes.node(1) as second:
+        for run in (first, second):
+            run.start()
+        assert [run.wait() for run in (first, second)] == [0, 0]

@@ -182,8 +182,27 @@ def _nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
         node = f"{host}-{secrets.token_hex(2)}"
     asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
     text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
-    contacts = tuple(_contact(item.strip()) for item in text.split(",") if item.strip())
-    return Nodes(least, most, node, contacts, _bind(values["bind"], contacts[0]))
+    names = [item.strip() for item in text.split(",") if item.strip()]
+    contacts = [_contact(name) for name in names]
+    own = [_means_here(*pair) for pair in zip(names, contacts, strict=True)]
+    if own[0] and not values["bind"]:
+        name, address = names[0].partition(":")[0], contacts[0].partition(":")[0]
+        raise UsageError(
+            f"the host {name} is {address} here, an address that no other host reaches",
+            hint="--bind ADDRESS: one of this host that the other hosts reach, and which the name means there",
+        )
+    bind = _bind(values["bind"], contacts[0])
+    reached = (
+        f"{bind}:{contact.rpartition(':')[2]}" if mine else contact
+        for mine, contact in zip(own, contacts, strict=True)
+    )
+    return Nodes(least, most, node, tuple(reached), bind)
+
+
+def _means_here(name: str, contact: str) -> bool:
+    """A host's own name that it takes for loopback, as on Debian: to the others it is another address of this host."""
+    host, address = name.partition(":")[0], contact.partition(":")[0]
+    return address.startswith("127.") and host not in (address, "localhost")
 
 
 def _shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
@@ -249,6 +268,10 @@ def _node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
     spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
     notes = [f"{where}; {nodes.least} nodes of {settings.nproc} workers{spares}"]
+    if nodes.bind.startswith("127."):
+        notes.append(
+            f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
+        )
     if nodes.most == 2 and not settings.witness:
         notes.append(
             "two nodes are no majority of each other: when one is lost, the other one seals a checkpoint and "

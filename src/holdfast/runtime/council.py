@@ -178,7 +178,11 @@ class Council:
     async def _begin(self) -> None:
         peers = self.peers
         if peers is not None:
-            await peers.listen()
+            try:
+                await peers.listen()
+            except UsageError as error:
+                self._on_end(str(error))
+                return
             peers.begin()
         endpoint = await self._link.join_local()
         if endpoint is not None:
@@ -209,7 +213,8 @@ class Council:
                     peers.name_job(settings.saves_as)
                     break
             if time.monotonic() > deadline:
-                self._on_end(f"{here} of {settings.nnodes} agents met within {FORM_S:g} s")
+                where = f"{settings.node} is at {settings.bind}, first contact {settings.contacts[0]}"
+                self._on_end(f"{here} of {settings.nnodes} agents met within {FORM_S:g} s: {where}")
                 return
             await asyncio.sleep(POLL_S)
         self._on_job(peers.job)

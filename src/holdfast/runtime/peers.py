@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.core.council import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
 from holdfast.core.ids import NodeId
-from holdfast.errors import AuthError, ProtocolError
+from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
@@ -27,6 +27,7 @@ from holdfast.wire import Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
+NEIGHBOUR_S = 5.0  # an agent on this machine answers within this, also on a busy one
 REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
 SIOCGIFADDR = 0x8915
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
@@ -80,6 +81,7 @@ class Peers:
 
         Raises:
             OSError: the address is not one of this machine.
+            UsageError: the others look here first, and would find another program.
         """
         try:
             self.known = {peer.node_id: peer for peer in _read_peers(self._run)}
@@ -87,7 +89,8 @@ class Peers:
             self.known = {}
         before = self.known.get(self.me)
         ports = [before.port] if before is not None else []
-        ports += [int(contact.rpartition(":")[2]) for contact in self._settings.contacts]
+        contacts = _split(self._settings.contacts)
+        ports += [port for _, port in contacts]
         for port in (*ports, 0):
             try:
                 self._server, bound = await self._hub.listen(self._settings.bind, port)
@@ -96,12 +99,26 @@ class Peers:
                 if port == 0:
                     raise
         peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
+        host, port = contacts[0]
+        if not self.job and host == peer.host and port != bound:
+            await self._check_neighbour(host, port)
         return peer
+
+    async def _check_neighbour(self, host: str, port: int) -> None:
+        """The first contact is on this host, and not this agent: is it another one of the job, on the same machine?"""
+        try:
+            async with asyncio.timeout(NEIGHBOUR_S):
+                await self._hub.connect(host, port, "peer")
+        except (OSError, ProtocolError):
+            raise UsageError(
+                f"the others look for this host at {host}:{port}, where another program listens",
+                hint="end it, or another --master-port, the same on every host",
+            ) from None
 
     def founds(self) -> bool:
         """This agent owns the first contact: it says who the first voters are."""
         me = self.known[self.me]
-        return f"{me.host}:{me.port}" == self._settings.contacts[0]
+        return (me.host, me.port) == _split(self._settings.contacts)[0]
 
     def begin(self) -> None:
         """Dial until everybody who is known has a line."""
@@ -142,7 +159,7 @@ class Peers:
             targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
             if len(self.known) == 1 or not self.job:
                 reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
-                targets |= {(h, int(port)) for h, _, port in _split(self._settings.contacts)} - reached
+                targets |= set(_split(self._settings.contacts)) - reached
             shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
             await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
             await asyncio.sleep(DIAL_S)
@@ -268,8 +285,8 @@ def _read_peers(run: RunDir) -> list[Peer]:
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
 
 
-def _split(contacts: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    return [contact.rpartition(":") for contact in contacts]
+def _split(contacts: tuple[str, ...]) -> list[tuple[str, int]]:
+    return [(host, int(port)) for host, _, port in (contact.rpartition(":") for contact in contacts)]
 
 
 def address_towards(host: str, port: int) -> str:
