@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.core.council import (
     Amended,
     AmendSaid,
@@ -155,6 +157,16 @@ def test_a_lost_voter_leaves_and_a_new_one_joins_one_at_a_time() -> None:
             post(machine, AmendSaid(voter=voter, electorate=electorate))
     assert machine.kept.committed and machine.kept.electorate == Electorate(1, 2, (A, B, C))
     assert kept[0] == Electorate(1, 1, (A, B, C, D)), "first anew in its own term"
+
+
+def test_an_agent_that_was_restarted_drops_nobody_before_it_is_told_who_is_there() -> None:
+    machine = agent(A, msgspec.structs.replace(nodes(A, B, C, D), term=1, voted_for=A, committed=False))
+    commands = post(machine, ControllerUp(term=1, host="h", port=1))
+    electorate = Electorate(1, 1, (A, B, C, D))
+    assert [m.electorate for _, m in said(commands, Amended) if isinstance(m, Amended)] == [electorate]
+    for voter in (B, C):
+        post(machine, AmendSaid(voter=voter, electorate=electorate))
+    assert machine.kept.committed and machine.kept.electorate == electorate
 
 
 def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> None:

@@ -18,6 +18,7 @@ from holdfast.core.messages import (
     LayoutPublished,
     MemberExited,
     MemberSeen,
+    Rolled,
     SaveReported,
     Send,
     Settle,
@@ -93,6 +94,41 @@ def test_without_a_majority_nothing_is_decided() -> None:
     assert "only 1 of 3 agents are heard" in job.record("stood_down")["reason"]
     assert not any(r.kind in ("member_lost", "fenced") for r in job.records)
     assert job.post(Tick(name="beat")) == []
+
+
+def rolled(job: Job) -> list[tuple[NodeId, ...]]:
+    """The lists of nodes that the agents were told, in turn."""
+    lists = [c.message.up for c in job.log if isinstance(c, Send) and isinstance(c.message, Rolled)]
+    return [each for each, before in zip(lists, [(), *lists], strict=False) if each != before]
+
+
+def test_the_agents_are_told_of_a_loss_so_that_the_electorate_follows() -> None:
+    job = started()
+    assert rolled(job) == [(A, B, C)]
+    lose(job, C)
+    assert rolled(job) == [(A, B, C), (A, B)]
+
+
+def test_a_minority_shrinks_no_electorate_around_itself() -> None:
+    job = started()
+    lose(job, B, C)
+    assert rolled(job) == [(A, B, C)]
+
+
+def test_who_is_only_away_for_a_moment_keeps_its_vote() -> None:
+    job = started()
+    job.post(AgentGone(node_id=C))
+    job.post(AgentHello(node_id=B, slots=1, pid=7, host="hB", port=7))
+    assert rolled(job) == [(A, B, C)]
+
+
+def test_a_successor_gives_the_voters_time_to_come() -> None:
+    job = Job(world_size=2, nnodes=2, voters=(A, B, C), term=2, past=past_of(started()))
+    for node in (B, C):
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    assert rolled(job) == []
+    job.post(Tick(name="roll"), 2.0)
+    assert rolled(job) == [(B, C)]
 
 
 def test_an_electorate_of_one_decides_alone() -> None:

@@ -160,6 +160,9 @@ class Election:
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
             self._cancel("campaign", "alone")
             self._send("*", self.lead)
+            if self.kept.electorate is not None and not self.kept.committed:
+                # What a leader before this one, or this agent before it was restarted, has not brought to its end.
+                self._issue(msgspec.structs.replace(self.kept.electorate, term=self.kept.term))
 
     # ---------------------------------------------------------------- campaign
 
@@ -308,8 +311,8 @@ class Election:
         kept = self.kept.electorate
         if self.role != "leader" or self.lead is None or kept is None or not self.kept.committed:
             return
-        if self._claimed > kept.number:
-            return
+        if self._claimed > kept.number or self.me not in self._up:
+            return  # the witness is being asked, or no list has come to this agent since it began
         joined = sorted(self._up - set(kept.voters))
         lost = sorted(set(kept.voters) - self._up - {self.me})
         smallest = 2 if kept.witness else 3

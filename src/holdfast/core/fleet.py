@@ -28,6 +28,7 @@ from holdfast.core.messages import (
     Leave,
     MemberExited,
     MemberStarted,
+    Rolled,
     WorkerHello,
 )
 from holdfast.core.phases import NO_PAGE
@@ -47,12 +48,15 @@ class Fleet:
         self._returning: dict[NodeId, frozenset[MemberId]] = {}  # said hello, its list is not closed yet
         self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
         self.voters = tuple(NodeId(v) for v in job.config.voters)
+        self._rolled: tuple[NodeId, ...] = ()  # the nodes that the agents were last told of
+        self._may_roll = False
 
     def start(self) -> None:
         """Arm the timers; seat who was seated when an earlier controller wrote its last line."""
         job = self.job
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
+        job.timer("roll", job.config.rejoin_s)
         if job.config.alone:
             job.exit_source = "the loss of the majority of the agents"
         if self.adopting:
@@ -76,6 +80,8 @@ class Fleet:
             job.hosts[event.node_id] = (event.host, event.port)
         job.liveness.hello(event.node_id, now)
         job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
+        self._rolled = ()  # this one may be the successor of an agent that knew
+        self._roll()
         seen = {m.member_id: m for m in event.members}
         for member in job.roster.on_node(event.node_id):
             if member.member_id in seen:
@@ -100,6 +106,18 @@ class Fleet:
             job.timer("assemble", job.config.rejoin_s)
         if self.recovery.phase == "waiting":
             self.recovery.launch(now)
+
+    def _roll(self) -> None:
+        """Tell the agents who is there: the electorate follows, one change at a time.
+
+        Not before every voter has come, or had the time to: the first list would cost living ones their vote.
+        """
+        job, present = self.job, self.job.liveness.present
+        self._may_roll = self._may_roll or set(self.voters) <= set(present)
+        if job.hosts and self._may_roll and present != self._rolled:
+            self._rolled = present
+            for node_id in present:
+                job.send_node(node_id, Rolled(up=present))
 
     def _launch(self, now: float) -> None:
         """Start the ranks for the first time, if the nodes suffice."""
@@ -144,6 +162,7 @@ class Fleet:
                 f"{node_id} is lost ({reason}), only {heard} of {len(self.voters)} agents are heard"
             )
             return
+        self._roll()
         for member in job.roster.members:
             if member.node_id == node_id and member.exited is not None:
                 member.exited = msgspec.structs.replace(member.exited, kept=())  # that memory is gone too
@@ -326,6 +345,9 @@ class Fleet:
             self._launch(now)
         elif kind == "rejoin":
             self._rejoin(now)
+        elif kind == "roll":
+            self._may_roll = True
+            self._roll()
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":

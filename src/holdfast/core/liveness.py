@@ -74,6 +74,11 @@ class Liveness:
                 events.append(NodeEvent(node_id, "lost", reason))
         return events
 
+    @property
+    def present(self) -> tuple[NodeId, ...]:
+        """Every node that has said hello and is not lost; one that is only suspected may be back in a moment."""
+        return tuple(sorted(self._watches))
+
     def is_up(self, node_id: NodeId) -> bool:
         """True for a node that is known and not suspected."""
         watch = self._watches.get(node_id)

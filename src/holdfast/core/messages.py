@@ -338,7 +338,7 @@ class Mirror(Message, frozen=True):
 
 
 class Rolled(Message, frozen=True):
-    """The nodes that the controller hears, for the election of its agent."""
+    """The nodes that the controller has not lost, for the election of its agent."""
 
     up: tuple[NodeId, ...]
 

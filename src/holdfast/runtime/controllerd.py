@@ -36,7 +36,6 @@ from holdfast.core.messages import (
     Mirror,
     MirrorFrom,
     Record,
-    Rolled,
     Send,
     Settled,
     StartMembers,
@@ -127,7 +126,6 @@ class ControllerDaemon:
         self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
         self._mirrors: set[Channel[WireMessage]] = set()
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
-        self._up: tuple[NodeId, ...] = ()
         self._log: Journal | None = None
         self._probing: asyncio.Task[None] | None = None
         self._nodes: dict[NodeId, Channel[WireMessage]] = {}
@@ -253,7 +251,6 @@ class ControllerDaemon:
             self._set_clock(message)
         if isinstance(message, AgentHello):
             self._nodes[message.node_id] = channel
-            self._roll()
             for seen in message.members:
                 self._homes[seen.member_id] = message.node_id
         elif (member_id := getattr(message, "member_id", None)) is not None:
@@ -287,14 +284,6 @@ class ControllerDaemon:
             return msgspec.structs.replace(message, died_ns=died_ns)
         freed_ns = message.freed_ns + offset_ns if message.freed_ns else 0
         return msgspec.structs.replace(message, freed_ns=freed_ns)
-
-    def _roll(self) -> None:
-        """Tell the agents whom this controller hears: the electorate follows."""
-        up = tuple(sorted(self._nodes))
-        if self._settings.several and up != self._up:
-            self._up = up
-            for channel in self._nodes.values():
-                channel.send(Rolled(up=up))
 
     def _node_of(self, channel: Channel[WireMessage]) -> NodeId:
         return next((node for node, current in self._nodes.items() if current is channel), NodeId(""))
