@@ -70,6 +70,7 @@ from holdfast.runtime.procs import (
     wait_written,
     writers,
 )
+from holdfast.runtime.remains import Remains
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import leave_probe, share_checkpoints
@@ -113,6 +114,7 @@ class AgentDaemon:
         self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
         self._exited: set[MemberId] = set()
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
+        self._remains = Remains(run)
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: Buddies | None = None
         self._keys = Keys(self._node_id, kv, self._reply, self._send_peer)
@@ -384,8 +386,10 @@ class AgentDaemon:
             return
         if is_spare(member_id):
             self._run.page_path(member_id).unlink(missing_ok=True)
-        elif all(map(is_spare, self._procs.living)):
-            self._keys.clear()  # nobody of this generation is left here; the next one begins after this is told
+        else:
+            self._remains.add(member_id)
+            if all(map(is_spare, self._procs.living)):
+                self._keys.clear()  # nobody of this generation is left here; the next one begins after this is told
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
             asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
@@ -422,6 +426,7 @@ class AgentDaemon:
         else:
             if isinstance(message, Resume):
                 self._keys.live_at(message.kv_node)
+                self._remains.clear(message.generation)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
             if channel is not None:
                 # One that reconnects says where it stands; the machine tells it again.
@@ -457,6 +462,8 @@ class AgentDaemon:
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation."""
         self._keys.live_at(order.kv_node)
+        if not order.join:  # else the job goes on when it has them, not before
+            self._remains.clear(order.generation)
         for single in self._orders(order):
             if single.assignment.member_id not in self._exited:  # killed while it waited for the writers
                 self._procs.start(single)

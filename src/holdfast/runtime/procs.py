@@ -43,6 +43,7 @@ from holdfast.runtime.spawn import (
     Spawn,
     Spawned,
     ZygoteMessage,
+    open_worker_log,
     worker_env,
     worker_log,
 )
@@ -55,6 +56,7 @@ QUIT_WAIT_S = 1.0
 # few seconds; imports do not count, for a zygote that can be reached has them behind it.
 ANSWER_S = 10.0
 POLL_S = 0.01
+NO_ROOM_CODE = os.EX_CANTCREAT  # of a worker for which there is no shared memory
 WRITER_MODULE = b"holdfast.store.writerd"
 
 
@@ -284,7 +286,7 @@ class Processes:
         """Start one worker; its page exists before it does. Repeated orders are harmless.
 
         Raises:
-            OSError: no space for the page, or no permission for the log.
+            OSError: no permission for the log.
         """
         member_id = order.assignment.member_id
         if member_id in self.living or member_id in self._asked or order in self._waiting:
@@ -292,7 +294,13 @@ class Processes:
         path = self._run.page_path(member_id)
         if not path.exists():
             rank = ANY_RANK if order.spare else order.assignment.rank
-            Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
+            try:
+                Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
+            except OSError as error:
+                self._not_started(
+                    order, f"no room for the status page {path} (df -h {path.parent})", error, NO_ROOM_CODE
+                )
+                return
         if self._fading:
             self._waiting.append(order)
         elif self._hopeless:
@@ -313,10 +321,7 @@ class Processes:
         argv = [self._python(), "-m", "holdfast.runtime.worker"]
         if settings.kind == "executable":
             argv = [settings.target, *settings.args]
-        log_path = Path(worker_log(self._run, settings, order))
-        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        member_id = order.assignment.member_id
-        fd = open_log(log_path)
+        fd = open_worker_log(self._run, self._settings, order)
         try:
             child = subprocess.Popen(
                 argv,
@@ -328,14 +333,19 @@ class Processes:
                 start_new_session=True,
             )
         except OSError as error:
-            os.write(fd, f"holdfast: cannot start {argv[0]}: {error.strerror}\n".encode())
             code = 126 if isinstance(error, PermissionError) else 127
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._on_exited, member_id, 0, code, None, time.monotonic_ns())
+            self._not_started(order, f"cannot start {argv[0]}", error, code)
             return
         finally:
             os.close(fd)
-        self.adopt(member_id, child.pid, child)
+        self.adopt(order.assignment.member_id, child.pid, child)
+
+    def _not_started(self, order: Order, what: str, error: OSError, code: int) -> None:
+        """This member failed: its log says why, and the recovery and its budget decide about another one."""
+        with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
+            log.write(f"holdfast: {what}: {error.strerror}\n")
+        member_id, died_ns = order.assignment.member_id, time.monotonic_ns()
+        asyncio.get_running_loop().call_soon(self._on_exited, member_id, 0, code, None, died_ns)
 
     def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
         """Watch a process that exists (or just ended)."""

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Assignment
-from holdfast.runtime.rundir import RunDir, error_path, log_path
+from holdfast.runtime.rundir import RunDir, error_path, log_path, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.wire import Codec
 
@@ -146,3 +146,14 @@ def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:
     if order.spare:
         return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))
+
+
+def open_worker_log(run: RunDir, settings: RunSettings, order: Order) -> int:
+    """A file descriptor that appends to it; the caller closes it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = Path(worker_log(run, settings, order))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return open_log(path)

@@ -1,0 +1,65 @@
+"""Shared memory of members that are gone: it does not pile up, and a lack of it is a fault like another."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.page import FILE_SIZE_BYTES
+from holdfast.runtime.evidence import stacks_path
+from holdfast.runtime.page import Page
+from holdfast.runtime.procs import recorded_members
+from holdfast.runtime.remains import Remains
+from holdfast.runtime.rundir import RunDir
+from tests.runtime.runs import Run
+
+
+def test_the_dead_of_the_newest_recovery_stay_those_before_go(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    remains = Remains(run)
+    try:
+        for number in (1, 2, 3):
+            member = MemberId(number)
+            Page.create(run.page_path(member), member=number).close()
+            stacks_path(run, member).touch()
+            remains.add(member)
+            for _ in range(2):  # every order may come twice
+                remains.clear(Generation(1, number + 1))
+        assert recorded_members(run) == [(3, 0)]
+        assert sorted(path.name for path in run.pages().iterdir()) == ["page-3", "stacks-3"]
+    finally:
+        run.remove_pages()
+
+
+@pytest.mark.processes
+def test_pages_do_not_pile_up_with_restarts(tmp_path: Path) -> None:
+    with Run(tmp_path, nproc=2, args=("100000",), max_restarts=100) as run:
+        run.start()
+        for attempt in range(5):
+            os.kill(run.pids(attempt)[1], signal.SIGKILL)
+        run.pids(attempt=5)
+        recorded = {member for member, _ in recorded_members(run.dir)}
+        assert recorded == {9, 10, 11, 12}, "those that live, and those that they replaced"
+        run.stop()
+
+
+@pytest.mark.processes
+def test_no_room_for_a_page_is_a_fault_of_that_worker(tmp_path: Path) -> None:
+    with Run(tmp_path, nproc=2, args=("30",), max_restarts=10_000) as run:
+        agent = run.start()
+        pids = run.pids()
+        unlimited = resource.prlimit(agent.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(agent.pid, resource.RLIMIT_FSIZE, (FILE_SIZE_BYTES - 1, unlimited[1]))
+        os.kill(pids[1], signal.SIGKILL)
+        run.wait_event("detected", 2)
+        resource.prlimit(agent.pid, resource.RLIMIT_FSIZE, unlimited)
+        assert run.wait() == 0
+        assert {e.data["code"] for e in run.events("member_exited")} >= {os.EX_CANTCREAT, 0}
+        assert "no room for the status page" in run.logs()
+        assert not run.events("agent_broken") and len(run.events("agent_started")) == 1
