@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import FILE_SIZE_BYTES
 from holdfast.runtime.evidence import stacks_path
 from holdfast.runtime.page import Page
-from holdfast.runtime.procs import recorded_members
-from holdfast.runtime.remains import Remains
-from holdfast.runtime.rundir import RunDir
-from tests.runtime.runs import Run
+from holdfast.runtime.procs import recorded_members, sweep
+from holdfast.runtime.remains import YOUNG_S, Remains
+from holdfast.runtime.rundir import OWNER, RunDir
+from tests.cli.command import HOLDFAST, clean_environment
+from tests.runtime.runs import Run, without_torch
 
 
 def test_the_dead_of_the_newest_recovery_stay_those_before_go(tmp_path: Path) -> None:
@@ -32,7 +35,7 @@ def test_the_dead_of_the_newest_recovery_stay_those_before_go(tmp_path: Path) ->
             for _ in range(2):  # every order may come twice
                 remains.clear(Generation(1, number + 1))
         assert recorded_members(run) == [(3, 0)]
-        assert sorted(path.name for path in run.pages().iterdir()) == ["page-3", "stacks-3"]
+        assert sorted(path.name for path in run.pages().iterdir()) == ["page-3", OWNER, "stacks-3"]
     finally:
         run.remove_pages()
 
@@ -63,3 +66,35 @@ def test_no_room_for_a_page_is_a_fault_of_that_worker(tmp_path: Path) -> None:
         assert {e.data["code"] for e in run.events("member_exited")} >= {os.EX_CANTCREAT, 0}
         assert "no room for the status page" in run.logs()
         assert not run.events("agent_broken") and len(run.events("agent_started")) == 1
+
+
+def age(directory: Path) -> None:
+    """As if it had been made a while ago."""
+    then_s = directory.stat().st_mtime - 2 * YOUNG_S
+    os.utime(directory, (then_s, then_s))
+
+
+@pytest.mark.processes
+def test_the_next_run_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "train.py").write_text("pass")
+    with (
+        Run(tmp_path / "a", nproc=1, args=("100000",)) as lost,
+        Run(tmp_path / "b", nproc=1, args=("100000",)) as living,
+    ):
+        for run in (lost, living):
+            run.start()
+            run.pids()
+        lost.agents[0].kill()
+        lost.agents[0].wait()
+        sweep(lost.dir)
+        places = [run.dir.pages() for run in (lost, living)]
+        shutil.rmtree(lost.dir.path)
+        for place in places:
+            age(place)
+        environment = clean_environment(without_torch(tmp_path))
+        command = [HOLDFAST, "run", "train.py"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=60)
+        assert [place.exists() for place in places] == [False, True]
+        living.stop()

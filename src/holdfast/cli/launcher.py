@@ -27,6 +27,7 @@ from holdfast.errors import HoldfastError, InternalError
 from holdfast.exits import Exit
 from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.pids import stopped
+from holdfast.runtime.remains import remove_forgotten
 from holdfast.runtime.rundir import RunDir, last_lines, try_lock
 
 POLL_S = 0.1
@@ -57,6 +58,7 @@ def launch(request: Request) -> int:
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
+    remove_forgotten()
     run_dir.create(request.token)
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
@@ -91,6 +93,7 @@ class Launcher:
         with Screen(marked=len(self.request.shown_local_ranks) > 1) as screen, self._signals():
             self._open(screen)
             try_lock(self.run_dir.launcher_lock)  # for as long as this process lives: its workers look
+            self.run_dir.hold_pages()
             agent = start_agent(self.run_dir.path)
             view = self.watch.poll()
             turn = 0

@@ -585,6 +585,7 @@ def main(run_dir: str) -> int:
 
     run = RunDir(Path(run_dir))
     lock_agent(run)
+    run.hold_pages()
     return asyncio.run(serve())
 
 

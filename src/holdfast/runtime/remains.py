@@ -3,13 +3,24 @@
 They are read after a death, by this agent and by a successor that has to report the death again, until the recovery
 that replaced the member is over. Left for longer they fill a small ``/dev/shm`` with a job that is restarted often. So
 they stay for one more recovery, and are removed when the next one has ended.
+
+Where launcher and agent are killed together nobody is left to remove the directory of the run: the next run on this
+machine does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from pathlib import Path
+
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
 from holdfast.runtime.evidence import stacks_path
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.procs import processes
+from holdfast.runtime.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, try_lock
+
+YOUNG_S = 60.0  # a directory that was just made may not be held yet
 
 
 class Remains:
@@ -34,3 +45,30 @@ class Remains:
             self._run.page_path(member_id).unlink(missing_ok=True)
             stacks_path(self._run, member_id).unlink(missing_ok=True)
         self._older, self._newer = self._newer, set()
+
+
+def remove_forgotten() -> list[Path]:
+    """Remove what runs of this user whose processes were all killed have left in shared memory; returns the places."""
+    removed = []
+    for directory in SHARED_MEMORY.glob(f"{PAGES_PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or of another kind
+            if _is_forgotten(directory):
+                empty_out(directory)
+                removed.append(directory)
+    return removed
+
+
+def _is_forgotten(directory: Path) -> bool:
+    """Nobody holds it, and no worker that is still saving belongs to its run."""
+    about = directory.lstat()
+    if (
+        about.st_uid != os.getuid()
+        or time.time() - about.st_mtime < YOUNG_S
+        or not (directory / OWNER).is_file()
+    ):
+        return False
+    fd = try_lock(directory / OWNER)
+    if fd is None:
+        return False
+    os.close(fd)
+    return not any(processes(RunDir((directory / OWNER).read_text())))

@@ -19,6 +19,8 @@ from holdfast.store.files import sync_directory
 TOKEN_SIZE_BYTES = 32
 TOKEN_FILE_SIZE_BYTES_MAX = 4096
 SHARED_MEMORY = Path("/dev/shm")
+PAGES_PREFIX = "holdfast-"
+OWNER = "run"  # in a directory of pages: whose they are; locked as long as the agent or the launcher lives
 PAGE = "page-"
 SPARE_PAGE = "spare-"
 LAST_LINES = 20
@@ -171,12 +173,19 @@ class RunDir:
         if self.pages_link.is_dir():
             return self.pages_link.resolve()
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            target = Path(tempfile.mkdtemp(prefix="holdfast-", dir=SHARED_MEMORY))
+            target = Path(tempfile.mkdtemp(prefix=PAGES_PREFIX, dir=SHARED_MEMORY))
+            write_private(target / OWNER, str(self.path).encode())
             self.pages_link.unlink(missing_ok=True)
             self.pages_link.symlink_to(target)
             return target
         self.pages_link.mkdir(mode=0o700)
         return self.pages_link
+
+    def hold_pages(self) -> None:
+        """As long as this process lives its pages are in use, also for those who cannot see the run directory."""
+        with contextlib.suppress(FileNotFoundError):  # in the run directory
+            fd = os.open(self.pages() / OWNER, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_SH)
 
     def page_path(self, member_id: MemberId) -> Path:
         """The status page of one member, or of a spare, which gets a member's name when it is called."""
@@ -185,10 +194,7 @@ class RunDir:
     def remove_pages(self) -> None:
         """Remove all status pages and their directory; the agent and its launcher may both be at it."""
         with contextlib.suppress(FileNotFoundError):
-            target = self.pages_link.resolve(strict=True)
-            for page in target.iterdir():
-                page.unlink(missing_ok=True)
-            target.rmdir()
+            empty_out(self.pages_link.resolve(strict=True))
         if self.pages_link.is_symlink():
             self.pages_link.unlink(missing_ok=True)
 
@@ -213,6 +219,17 @@ class RunDir:
         endpoint = self.read_endpoint(name)
         if endpoint is not None and endpoint.pid == os.getpid():
             self.endpoint_path(name).unlink(missing_ok=True)
+
+
+def empty_out(directory: Path) -> None:
+    """Remove a directory of files.
+
+    Raises:
+        FileNotFoundError: it is gone already.
+    """
+    for file in directory.iterdir():
+        file.unlink(missing_ok=True)
+    directory.rmdir()
 
 
 def probe_path(root: str, job: str, node: str) -> Path:
