@@ -141,20 +141,6 @@ def test_a_job_goes_on_with_half_of_its_hosts_and_grows_back(net: Network, tmp_p
     assert here != there
 
 
-def test_spares_that_are_lost_one_after_the_other_take_nobody_with_them(tmp_path: Path) -> None:
-    with Network(4) as four, Hosts(four, tmp_path, "2:4", args=("900",)) as hosts:
-        hosts.start()
-        hosts.wait_event(0, "founded")
-        hosts.wait_event(0, "member_started", 2)
-        hosts.kill(3)
-        left = hosts.wait_event(0, "electorate", 2).data["voters"]
-        assert left == ["node0", "node1", "node2"]
-        hosts.kill(2)
-        hosts.wait_event(0, "node_lost", 2)
-        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0)
-        assert not hosts.events(0, "no_majority") and not hosts.events(0, "detected")
-
-
 FLIP = TRAIN.replace(
     "            time.sleep(pause_s)\n",
     """            time.sleep(pause_s)
