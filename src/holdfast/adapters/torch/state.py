@@ -195,8 +195,19 @@ class TorchState:
             check_tensor(meta)
 
     def size(self) -> int:
-        """Number of optimizer state entries: when it grows, the layout has changed."""
-        return sum(optimizer.size() for optimizer in self.optimizers.values())
+        """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""
+        forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
+
+        def note(value: Any, path: str) -> bool | None:
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                return None
+            forms.append((path, tuple(value.shape), value.dtype))
+            return True
+
+        for name, item in self.extras.items():
+            if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
+                split(self._extra(name, item, None), name, note)
+        return hash(tuple(forms))
 
     def collect(self, copies: Copies | None = None) -> Collected:
         """The state now, or with ``copies`` as it was at the start of the step.

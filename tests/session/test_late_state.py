@@ -1,0 +1,65 @@
+"""Tensors that come into the user's state while the job trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+SCRIPT = """\
+import os, pathlib, signal, sys
+import torch, torch.distributed as dist
+import holdfast
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+class Stopper:
+    best = None
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+
+stopper, seen = Stopper(), {"losses": []}
+with holdfast.session(model=model, optimizer=optimizer, state={"stopper": stopper, "seen": seen}) as s:
+    for step in s.steps(until=12):
+        with step:
+            if str(step.number) in sys.argv[1:] and dist.get_rank() == 1 and not os.path.exists("struck"):
+                pathlib.Path("struck").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(torch.full((4, 2), 1.0 + step.number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.committed and step.number in (4, 5):
+            stopper.best = loss.detach().clone()
+            seen["losses"].append(loss.detach().clone())
+values = [*model.parameters(), stopper.best, *seen["losses"]]
+end = torch.cat([value.detach().reshape(-1) for value in values]).tolist()
+pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
+"""
+
+
+def ends(where: Path, *arguments: str) -> list[str]:
+    """What each rank has at the end."""
+    where.mkdir()
+    (where / "train.py").write_text(SCRIPT)
+    done = run_job(where, 2, "train.py", *arguments)
+    assert done.returncode == 0, done.stdout
+    return [path.read_text() for path in sorted(where.glob("end-*"))]
+
+
+def test_a_newcomer_gets_what_has_come_since_the_start(tmp_path: Path) -> None:
+    calm = ends(tmp_path / "calm")
+    assert len(calm) == 2
+    for step in ("5", "7"):  # in the step that comes next, and later
+        assert ends(tmp_path / step, step) == calm
+        assert (tmp_path / step / "struck").exists()
