@@ -9,7 +9,7 @@ the plain values from one of them and its rank-local values from the page of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from holdfast.adapters.base import Adapter, Collected
@@ -22,6 +22,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
+from holdfast.store.layout import Box, Catalogue
 from holdfast.store.speakers import speakers
 from holdfast.store.values import decode_mapping, encode_values
 
@@ -121,12 +122,10 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")
     restore = adapter.restore(catalogue, values)
-    holders = {(tensor.fqn, box): ranks for tensor, box, ranks in catalogue.held_by(adapter.rank)}
-    wanted = [
-        Wanted(meta.fqn, meta.box, data, holders.get((meta.fqn, meta.box), ()))
-        for meta, data in restore.buffers()
-        if len(data)  # an uneven shard may be empty, and nobody else declares the same nothing
-    ]
+    # An uneven shard may be empty, and nobody else declares the same nothing.
+    places = [(meta.fqn, meta.box, data) for meta, data in restore.buffers() if len(data)]
+    holders = _holders(catalogue, {(fqn, box) for fqn, box, _ in places}, adapter.rank, sources)
+    wanted = [Wanted(fqn, box, data, holders.get((fqn, box), ())) for fqn, box, data in places]
     missing = [f"{want.fqn}{want.box}" for want in wanted if not set(want.holders) & set(sources)]
     if missing:
         raise CheckpointMismatch(
@@ -137,6 +136,19 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     return Resumed(Path("peers"), order.step, values["session"], local)
+
+
+def _holders(
+    catalogue: Catalogue, places: Collection[tuple[str, Box]], rank: int, sources: Collection[int]
+) -> dict[tuple[str, Box], tuple[int, ...]]:
+    """Who holds each place. What the lost rank had not told any more (state that had just come) its peers have."""
+    found: dict[tuple[str, Box], tuple[int, ...]] = {}
+    for asked in (rank, *sorted(sources)):
+        if all(place in found for place in places):
+            break
+        for tensor, box, ranks in catalogue.held_by(asked):
+            found.setdefault((tensor.fqn, box), ranks)
+    return found
 
 
 def _reachable(client: Client) -> str:
