@@ -143,6 +143,27 @@ def test_this_torch_is_the_one_known() -> None:
     assert all(getattr(own[name], "_torchdynamo_disable", False) for name in COLLECTIVES)
 
 
+def test_a_newcomer_that_rehearses_has_a_backend_that_can_nothing() -> None:
+    """Inductor asks every group for it when it finds compiled code, FSDP2 and others what it can do."""
+    code = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+import holdfast.torch as ht
+ht.fabric().loopback()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=3)
+c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+able = [n for n in dir(backend) if n.startswith("supports_") and n != "supports_tensor_alloc" and getattr(backend, n)]
+print(backend.rank(), backend.size(), able, backend.supports_tensor_alloc(torch.device("cpu")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 3 [] False"]
+
+
 def test_store_passes_torchs_own_test(client: LocalClient) -> None:
     store = ControlStore(client, "g1.1/")
     _test_python_store(store)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.adapters.base import Hooks
 from holdfast.adapters.torch.buffers import BufferSync
+from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
@@ -24,6 +25,7 @@ from holdfast.adapters.torch.heal import heal, heal_pipelines, heal_scaler, rebu
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
 from holdfast.adapters.torch.parts import Parts
+from holdfast.adapters.torch.rendezvous import control_client
 from holdfast.adapters.torch.rng import reseed, reseed_generators
 from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
@@ -54,7 +56,8 @@ class TorchAdapter:
     Raises:
         UsageError: wrong arguments, or several processes without process groups.
         StateError: something that cannot be saved.
-        UnsupportedError: FSDP1, an optimizer that communicates in its step, foreign process groups.
+        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, foreign
+            process groups.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class TorchAdapter:
         self._snapshot = Snapshot(self.state)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
+        self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
+        self._refuse_hooks()
         self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
         with exempt():
             self._copy = copy_of(model, self.rank, self.world_size)
@@ -88,6 +93,10 @@ class TorchAdapter:
         self._feed: Feed | None = None
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
+
+    def _refuse_hooks(self) -> None:
+        if self._replaceable:
+            refuse_stateful_hooks(self._ddp)
 
     def become(self, rank: int) -> None:
         """A spare was called."""
@@ -263,7 +272,8 @@ class TorchAdapter:
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed and copy."""
+        """Seed and copy. Raises: UnsupportedError."""
+        self._refuse_hooks()  # one may be registered late
         self._backward_seen = False
         self._snapshot.take()
         worker = (
