@@ -26,6 +26,8 @@ WRAPPED = [*LOOPS.split(), "get_batch_samples", "training_step"]
 # Of TrainerState what is the training's, not this run's or this process's.
 PROGRESS = "epoch global_step num_input_tokens_seen total_flos log_history".split()
 PROGRESS += "best_metric best_global_step best_model_checkpoint".split()
+# Of the Trainer what it needs to report losses, the same on all ranks.
+REPORTED = "_total_loss_scalar _globalstep_last_logged _initial_global_step".split()
 
 
 def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Trainer:
@@ -61,6 +63,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._arguments = session
         self._replay: Any = None  # a Replay from on_train_begin on
+        self._norm: Any = None  # of the newest attempt
 
     def _inner_training_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with closing(lambda: self._replay):
@@ -80,15 +83,23 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
             model=trainer.model_wrapped, optimizer=getattr(outer, "optimizer", outer),
             scheduler=trainer.lr_scheduler, scaler=trainer.accelerator.scaler, **self._arguments,
         )  # fmt: skip
-        for owner, name in ((outer, "step"), (trainer, "_clip_grad_norm")):
-            setattr(owner, name, replay.remembering(getattr(owner, name)))
+        outer.step = replay.remembering(outer.step)
+        trainer._clip_grad_norm = replay.remembering(partial(self._clip, trainer._clip_grad_norm))
         if replay.position:
             vars(state).update(copy.deepcopy(replay.position["progress"]))
             for callback in self._exportable():
                 vars(callback).update(replay.position["callbacks"].get(type(callback).__name__, {}))
             self._feed.seek(replay.position["data"])
-            trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
+            self._report_from(replay.position, replay.own or {})
         self._resumed_step = state.global_step if replay.position else -1
+
+    def _report_from(self, position: dict[str, Any], own: dict[str, Any]) -> None:
+        """Losses are summed up since the last log line, which may be far behind."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        vars(trainer).update(position["reported"])
+        if trainer._globalstep_last_logged < step:  # else the sums of this rank were logged, too
+            trainer._tr_loss.fill_(own.get("loss", 0.0))
+            trainer.current_flos = own.get("flos", 0)
 
     def _exportable(self) -> list[Any]:
         return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
@@ -116,6 +127,9 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
         self._replay.begin()
         self._replay.do(tokens)
+        self._loss_before = self._trainer._tr_loss.clone()
+        self._losses: list[Any] = []
+        self._added: list[Any] = []
         return samples, self._tokens
 
     def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
@@ -123,24 +137,63 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         accelerator = self._trainer.accelerator
         sync = accelerator.sync_gradients
 
-        def call() -> Any:
+        place = len(self._added)
+        self._losses.append(None)
+
+        def call() -> None:
             accelerator.gradient_state._set_sync_gradients(sync)
             with nullcontext() if sync else accelerator.no_sync(model):
-                return original(model, copy.copy(inputs), self._tokens)
+                self._losses[place] = original(model, copy.copy(inputs), self._tokens)
 
-        return self._replay.do(call)
+        self._replay.do(call)
+        self._added.append(self._losses[place])
+        return self._added[place]
+
+    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._norm = original(*args, **kwargs)
+        return self._norm
+
+    def _correct_loss(self) -> None:
+        """Losses that were added up before their step was aborted may come from broken collectives: add anew."""
+        trainer = self._trainer
+        if all(new is old for new, old in zip(self._losses, self._added, strict=True)):
+            return
+        total = trainer._tr_loss.copy_(self._loss_before)
+        steps = (
+            trainer.state.global_step - trainer._globalstep_last_logged
+        )  # the Trainer's, this step included
+        for loss in self._losses:
+            usable = not trainer.args.logging_nan_inf_filter or loss.isfinite()
+            total += loss if usable else total / steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step ends. Leaves the process when a graceful exit is agreed."""
-        progress = {name: copy.copy(getattr(state, name)) for name in PROGRESS}
-        callbacks = {type(c).__name__: dict(c.state().get("attributes", {})) for c in self._exportable()}
-        self._replay.commit({"progress": progress, "callbacks": callbacks, "data": self._feed.place()})
+        self._correct_loss()
+        own = {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
+        self._replay.commit(self._position(), own)
 
-    def _maybe_log_save_evaluate(self, original: Any, *args: Any, **kwargs: Any) -> None:
+    def _position(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "progress": {name: copy.copy(getattr(trainer.state, name)) for name in PROGRESS},
+            "callbacks": {
+                type(c).__name__: dict(c.state().get("attributes", {})) for c in self._exportable()
+            },
+            "data": self._feed.place(),
+            "reported": {name: getattr(trainer, name) for name in REPORTED},
+        }
+
+    def _maybe_log_save_evaluate(
+        self, original: Any, loss: Any, norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
         control = self._trainer.control
         name = "evaluate" if control.should_evaluate else "save" if control.should_save else ""
+        due = bool(name) or control.should_log
         with self._replay.section(name):
-            original(*args, **kwargs)
+            # The norm that the Trainer was given first may be of an attempt that was aborted.
+            original(loss, norm if self._norm is None else self._norm, *args, **kwargs)
+        if due:
+            self._replay.amend(self._position())
 
     def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Trained: seal that, before the Trainer puts the best model in the last one's place."""

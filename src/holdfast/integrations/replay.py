@@ -7,6 +7,7 @@ on. From the framework's side its call has only taken longer.
 
 Rules for the caller:
 1. A remembered call may run several times: it takes its inputs from copies and leaves nothing behind but gradients.
+   Each is seeded by its place in the step: what a framework draws between two calls is not drawn again.
 2. Nothing communicates between the optimizer's update and :meth:`Replay.commit`.
 """
 
@@ -18,7 +19,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
+import torch
+
 import holdfast
+from holdfast.adapters.torch.rng import mix, seed_all
 from holdfast.session.session import Session
 
 
@@ -28,6 +32,7 @@ class Replay:
     Attributes:
         is_open: a step is under way.
         position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
+        own: plain values of this rank alone that were committed with that position; None where nobody knows them.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -36,10 +41,12 @@ class Replay:
         self.position: dict[str, Any] = {}
         self._committed: tuple[int, dict[str, Any]] = (-1, {})
         self._calls: list[Callable[[], Any]] = []
+        self._seed = 0
         self._session: Session | None = None
         session = holdfast.session(**{**arguments, "state": {**arguments.get("state", {}), "loop": self}})
         session.__enter__()
         self._session = session
+        self.own = session.own
         self._steps = session.steps(until=sys.maxsize)
         self._step = next(self._steps)
 
@@ -59,25 +66,30 @@ class Replay:
     def begin(self) -> None:
         """Open the block of the next step; nothing when it is open."""
         if not self.is_open:
-            self._step.__enter__()
+            self._enter()
             self.is_open = True
 
     def do(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` as a part of the step and return its result; again, with all before it, after an abort."""
-        self._calls.append(call)
-        return self._run([call])
+        seeded = partial(self._seeded, len(self._calls), call)
+        self._calls.append(seeded)
+        return self._run([seeded])
 
     def remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, as a part of the step whenever it is called."""
         return wraps(call)(lambda *args, **kwargs: self.do(partial(call, *args, **kwargs)))
 
-    def commit(self, position: dict[str, Any]) -> None:
+    def commit(self, position: dict[str, Any], own: Any = None) -> None:
         """End the block: the step counts, and the loop is at ``position`` (plain values or tensors) after it.
+
+        ``own``: plain values of this rank alone.
 
         Raises:
             SystemExit: all ranks have agreed to leave, and the checkpoint is written.
         """
         self._committed = (self._step.number + 1, position)
+        if self._session is not None:
+            self._session.own = own
         while True:
             self._step.__exit__(None, None, None)
             if self._step.committed:
@@ -92,6 +104,11 @@ class Replay:
             self.close(None)
         else:
             self._step = following
+
+    def amend(self, position: dict[str, Any]) -> None:
+        """What all ranks did since the step ended is a part of its position, too: a newcomer begins after it."""
+        self._committed = (self._committed[0], position)
+        self.position = position
 
     def close(self, error: BaseException | None) -> None:
         """Close the session, by the end of training or by the ``error`` that ends it; nothing when it is closed.
@@ -129,7 +146,15 @@ class Replay:
     def _again(self) -> None:
         """The aborted step once more."""
         self._step = next(self._steps)
+        self._enter()
+
+    def _enter(self) -> None:
         self._step.__enter__()
+        self._seed = torch.initial_seed()  # the session's, of this rank and step
+
+    def _seeded(self, place: int, call: Callable[[], Any]) -> Any:
+        seed_all(mix(self._seed, place))
+        return call()
 
 
 @contextmanager

@@ -35,11 +35,15 @@ class Loops:
         rank, adapter: of the session.
         parts: batches in one step: ranks whose work this one does, itself included.
         returns: whether the job may go back to a step that it kept, which a loop without a feed cannot.
+
+    Attributes:
+        own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
     """
 
     def __init__(self, rank: Rank, adapter: Adapter, parts: int, returns: Callable[[], bool]) -> None:
         self.place: dict[str, Any] = {"loop": -1}
         self.local: dict[str, Plain] = {}
+        self.own: Plain = None
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
@@ -68,6 +72,7 @@ class Loops:
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self.local = dict(local)
+        self.own = self.local.get("own")
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """The same for a job that goes back in place, in the loop that is open."""
@@ -220,13 +225,15 @@ class Loops:
     def note(self) -> bytes | None:
         """The place after this step; what only this rank knows of it, for its status page."""
         feed = self._feed
-        if feed is None:
+        local = {} if self.own is None else {"own": self.own}
+        if feed is not None:
+            self.place["at"] = feed.place()
+            state = feed.local_state()
+            if state is not None:
+                local["loader"] = state
+        if not local:
             return None
-        self.place["at"] = feed.place()
-        local = feed.local_state()
-        if local is None:
-            return None
-        self.local = {"loader": local}
+        self.local = local
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(self.local, "locals")

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
+from holdfast.adapters.values import Plain
 from holdfast.core.messages import ExitAgreed, Leave, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
@@ -77,6 +78,9 @@ class Session:
         self._attached = False
         self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
+        self._collecting: int | None = (
+            None  # the state of this step is read while the machine is at another one
+        )
 
     # ------------------------------------------------------------------ open
 
@@ -250,7 +254,8 @@ class Session:
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
         )
         self._watch.start()
-        self._tier.start(self._step)
+        with self._reading(self._step):
+            self._tier.start(self._step)
         with rank.changed:
             rank.machine.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
@@ -291,9 +296,18 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Updates done; asked by a ``state_dict`` of the user: those done in the state that is being read."""
         self._asked()
-        return self._rank.step
+        return self._rank.step if self._collecting is None else self._collecting
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """The state that is read in the body is that of ``step``."""
+        self._collecting = step
+        try:
+            yield
+        finally:
+            self._collecting = None
 
     @property
     def exiting(self) -> bool:
@@ -312,6 +326,18 @@ class Session:
             raise UsageError(
                 "the session was made, but not entered", hint="with holdfast.session(...) as s: ..."
             )
+
+    @property
+    def own(self) -> Plain:
+        """Plain values that a loop of someone else keeps of this rank alone: with the step that ends next, and whoever
+        replaces the rank has them. None: nothing."""
+        self._asked()
+        return self._loops.own
+
+    @own.setter
+    def own(self, value: Plain) -> None:
+        """For the step that ends next."""
+        self._loops.own = value
 
     def redo(self) -> None:
         """Abort the open step and begin it again, inside an update that is computed by a framework's graph.
@@ -437,9 +463,11 @@ class Session:
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
-        self._saver.publish()
         payload = self._loops.note()
-        self._tier.committing(self.step + 1, tally.keep)
+        following = self.step + 1
+        with self._reading(following):
+            self._saver.publish()
+            self._tier.committing(following, tally.keep)
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:

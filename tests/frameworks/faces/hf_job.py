@@ -1,6 +1,7 @@
 """The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with a fault of our making.
 
-``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL]``: CALL counts calls of ``training_step``.
+``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
+CALL counts calls of ``training_step``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ STEPS = 9
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Tokens that only their index decides."""
+    """Tokens that only their index decides; how many count differs."""
 
     def __len__(self) -> int:
         return EPOCH_STEPS * 4 * 2 * 2
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+        labels = tokens.clone()
+        labels[: index % 7] = -100
+        return {"input_ids": tokens, "labels": labels}
 
 
 class Job(Trainer):  # type: ignore[misc]
@@ -39,8 +42,9 @@ class Job(Trainer):  # type: ignore[misc]
     def arm(self, given: argparse.Namespace) -> None:
         """Which call of ``training_step`` meets what."""
         self.calls = 0
+        self.killed = given.output / "killed"
         self.faults = {}
-        for kind in ("cut", "leave"):
+        for kind in ("cut", "leave", "kill"):
             rank, _, call = getattr(given, kind).partition("@")
             if rank == os.environ.get("RANK"):
                 self.faults[int(call)] = kind
@@ -51,6 +55,9 @@ class Job(Trainer):  # type: ignore[misc]
         kind = self.faults.pop(self.calls, "")
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
+        if kind == "kill" and not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "cut":
             for inner in fabric()._inners():
                 inner.sever()
@@ -64,6 +71,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
+    parser.add_argument("--kill", default="")
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
@@ -78,12 +86,13 @@ def main() -> None:
     trainer.arm(given)
     if not given.plain:
         protect(trainer)
-    trainer.train()
+    result = trainer.train()
     if trainer.is_world_process_zero():
         state = trainer.state
         seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.calls}
         seen["rate"] = trainer.lr_scheduler.get_last_lr()[0]
-        seen["logged"] = [line["step"] for line in state.log_history if "loss" in line]
+        seen["logged"] = [line for line in state.log_history if "loss" in line]
+        seen["trained"] = [result.training_loss, state.total_flos]
         (given.output / "seen.json").write_text(json.dumps(seen))
         trainer.save_model(given.output)
 

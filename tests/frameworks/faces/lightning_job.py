@@ -1,6 +1,7 @@
 """A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
 
-``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL]``: CALL counts ``training_step``.
+``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
+CALL counts ``training_step``.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from holdfast.adapters.torch.fabric import fabric
 from holdfast.integrations.lightning import Holdfast
 
 EPOCHS = 3
-BATCHES = 5  # per epoch and rank; two make a step, the last one is a step of its own
-RANKS = 4
+BATCHES = 5  # per epoch and rank, of four; two make a step, the last one is a step of its own
+SAMPLES = 4 * 4 * BATCHES
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
-    """Batch norm, no dropout: a plain run draws other random numbers."""
+    """Batch norm, and dropout where asked for: a plain run draws other random numbers."""
 
-    def __init__(self, faults: dict[int, str]) -> None:
+    def __init__(self, faults: dict[int, str], killed: Path, dropout: float) -> None:
         super().__init__()
         self.faults = faults
+        self.killed = killed
         self.calls = 0
-        self.net = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Mean square error."""
@@ -41,6 +45,9 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         kind = self.faults.pop(self.calls, "")
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
+        if kind == "kill" and not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "cut":
             for inner in fabric()._inners():
                 inner.sever()
@@ -64,21 +71,28 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
+    parser.add_argument("--kill", default="")
+    parser.add_argument("--dropout", type=float, default=0.0)
     given = parser.parse_args()
     faults = {}
-    for kind in ("cut", "leave"):
+    for kind in ("cut", "leave", "kill"):
         rank, _, call = getattr(given, kind).partition("@")
         if rank == os.environ.get("RANK"):
             faults[int(call)] = kind
     pl.seed_everything(0)
-    module = Net(faults)
-    x = torch.randn(RANKS * BATCHES * 4, 4)
+    given.output.mkdir(exist_ok=True)
+    module = Net(faults, given.output / "killed", given.dropout)
+    ranks = int(os.environ["WORLD_SIZE"])
+    x = torch.randn(SAMPLES, 4)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     best = pl.callbacks.ModelCheckpoint(dirpath=given.output / "best", monitor="held_out")
+    early = pl.callbacks.EarlyStopping("held_out", patience=EPOCHS)
+    theirs = [best, early]
     trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS, strategy="ddp", max_epochs=EPOCHS, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, logger=False, enable_progress_bar=False, num_sanity_val_steps=1,
-        callbacks=[best] if given.plain else [Holdfast(), best],
+        accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
+        num_sanity_val_steps=1,
+        callbacks=theirs if given.plain else [Holdfast(), *theirs],
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
     if trainer.is_global_zero:
@@ -88,6 +102,7 @@ def main() -> None:
         seen = {"step": trainer.global_step, "epoch": trainer.current_epoch, "calls": module.calls}
         seen["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         seen["best"] = float(best.best_model_score)
+        seen["early"] = [early.wait_count, float(early.best_score)]
         seen["weights"] = total.hexdigest()
         (given.output / "seen.json").write_text(json.dumps(seen))
 

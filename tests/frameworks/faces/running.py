@@ -1,4 +1,4 @@
-"""Start a job of four ranks, with the launchers of this environment."""
+"""Start a job, of four ranks where nothing is said, with the launchers of this environment; and the faults it makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ RANKS = 4
 BOUND_S = 110.0
 
 
-def run(where: Path, launcher: list[str], script: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of ``script`` on four ranks; ``launcher``: ``["torchrun"]`` or ``["holdfast", "run"]``."""
+def run(
+    where: Path, launcher: list[str], script: Path, *arguments: str, ranks: int = RANKS
+) -> tuple[int, str]:
+    """Exit code and output of ``script``; ``launcher``: ``["torchrun"]`` or ``["holdfast", "run"]``."""
     where.mkdir(parents=True, exist_ok=True)
-    command = [str(BIN / launcher[0]), *launcher[1:], "--nproc-per-node", str(RANKS), str(script), *arguments]
+    command = [str(BIN / launcher[0]), *launcher[1:], "--nproc-per-node", str(ranks), str(script), *arguments]
     return _start(command, where)
 
 

@@ -52,14 +52,41 @@ def test_protected_trainer_computes_what_the_stock_one_does(
     assert plain[1]["calls"] == STEPS * CALLS_A_STEP
 
 
+def compare(where: Path, plain: tuple[bytes, dict[str, Any]]) -> None:
+    """Weights, progress and everything that was logged are those of the stock Trainer."""
+    weights, seen = results(where)
+    assert weights == plain[0]
+    assert {**seen, "calls": 0} == {**plain[1], "calls": 0}
+
+
+@pytest.mark.parametrize("kill", ["0@10", "0@13"])  # between two log lines, and after one
+def test_a_killed_rank_costs_no_step_and_no_loss(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]], kill: str
+) -> None:
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--kill", kill)
+    assert code == 0, output
+    compare(tmp_path, plain)
+    assert "1 fault, 0 steps lost" in output
+
+
+def test_a_single_worker_restarts_from_memory(tmp_path: Path) -> None:
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, "--output", "out", "--plain", ranks=1)
+    assert code == 0, output
+    launcher = ["holdfast", "run", "--memory-every", "1"]
+    code, output = run(tmp_path, launcher, JOB, "--output", "out", "--kill", "0@10", ranks=1)
+    assert code == 0, output
+    assert "resumed at step 4 from /dev/shm" in output
+    compare(tmp_path, results(tmp_path / "plain"))
+
+
 @pytest.mark.parametrize("call", [7, 8])  # the first and the last micro-batch of a step
 def test_cut_connections_are_answered_with_the_same_batches(
     tmp_path: Path, plain: tuple[bytes, dict[str, Any]], call: int
 ) -> None:
     code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out", "--cut", f"0@{call}")
     assert code == 0, output
-    weights, seen = results(tmp_path)
-    assert weights == plain[0]
+    compare(tmp_path, plain)
+    seen = results(tmp_path)[1]
     assert "retry in place" in output
     assert seen["calls"] > plain[1]["calls"]  # micro-batches ran again, in the same processes
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
@@ -80,7 +107,9 @@ def test_graceful_exit_and_the_next_run(
     assert weights == plain[0]
     assert seen["calls"] == (STEPS - left.step) * CALLS_A_STEP
     # What is logged at a step comes after its end: of the step that the exit came after, nothing.
-    assert set(plain[1]["logged"]) - set(seen["logged"]) <= {left.step}
+    logged = [[line["step"] for line in lines] for lines in (plain[1]["logged"], seen["logged"])]
+    assert set(logged[0]) - set(logged[1]) <= {left.step}
+    assert seen["trained"] == pytest.approx(plain[1]["trained"])  # one sum more or less on the way
     assert all(seen[key] == plain[1][key] for key in ("step", "epoch", "rate"))
 
 

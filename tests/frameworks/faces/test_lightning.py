@@ -51,6 +51,22 @@ def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, pla
     assert (plain["step"], plain["epoch"], plain["calls"]) == (STEPS, 3, 3 * BATCHES)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kill"),
+    [(2, "1@8"), (1, "0@9")],  # in the second micro-batch of a step; from memory
+)
+def test_dropout_in_the_micro_batches_of_a_killed_step(tmp_path: Path, ranks: int, kill: str) -> None:
+    launcher = ["holdfast", "run", "--memory-every", "1"]
+    given = ("--output", "out", "--dropout", "0.3")
+    code, output = run(tmp_path / "undisturbed", launcher, JOB, *given, ranks=ranks)
+    assert code == 0, output
+    code, output = run(tmp_path, launcher, JOB, *given, "--kill", kill, ranks=ranks)
+    assert code == 0, output
+    undisturbed = results(tmp_path / "undisturbed")
+    assert {**results(tmp_path), "calls": 0} == {**undisturbed, "calls": 0}
+    assert ranks > 1 or "resumed at step 4 from /dev/shm" in output
+
+
 @pytest.mark.parametrize("call", [6, 7])  # the first and the last micro-batch of a step
 def test_cut_connections_are_answered_with_the_same_batches(
     tmp_path: Path, plain: dict[str, Any], call: int
