@@ -27,6 +27,6 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
         step = Step(blocks, 0, rehearsal=True, scrap=True)
         step.batch, step.again = batch, again
         yield step
-        if not step.entered:
-            return
+        if not step.entered or step.idle:
+            return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call
         again = True

@@ -72,6 +72,7 @@ class Step:
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
         self.updated: set[str] = set()  # optimizers that have stepped
+        self.idle = False  # its rehearsal has computed nothing
         self.rehearsal = rehearsal
         self.scrap = scrap  # a rehearsal of a state that is replaced before it counts: with the update
         self._blocks = blocks
@@ -138,6 +139,7 @@ class Blocks:
         self._owner = owner
         self._current: Step | None = None
         self._tally = Tally(passed=False)
+        self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 
     @property
     def current(self) -> Step | None:
@@ -177,6 +179,8 @@ class Blocks:
         self._rank.enter(Phase.FORWARD)
 
     def _rehearse(self, step: Step) -> bool:
+        if self._idle == (step.number, step.part):
+            return False  # it skips its batch, and so do its peers: the next one that computes is rehearsed
         return step.number > 0 and self._adapter.rehearse()
 
     # ------------------------------------------------------------------ hooks
@@ -269,6 +273,7 @@ class Blocks:
         if error is None:
             try:
                 if rank.state == "compute":
+                    self._note_idle(step)
                     self._vote(step)
                 if rank.state == "updating":
                     self._commit(step)
@@ -286,6 +291,11 @@ class Blocks:
             return True
         self._give_up()
         return False
+
+    def _note_idle(self, step: Step) -> None:
+        if step.rehearsal and not step.updated:
+            step.idle = True
+            self._idle = (step.number, step.part)
 
     def _is_fault(self, error: BaseException) -> bool:
         if isinstance(error, Aborted):

@@ -21,7 +21,14 @@ from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import Fingerprints
 from holdfast.adapters.torch.handle import ReconfigurableGroup
-from holdfast.adapters.torch.heal import heal, heal_pipelines, heal_scaler, rebuild_buckets, rehearsals_needed
+from holdfast.adapters.torch.heal import (
+    forget_pass,
+    heal,
+    heal_pipelines,
+    heal_scaler,
+    rebuild_buckets,
+    rehearsals_needed,
+)
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of
 from holdfast.adapters.torch.parts import Parts
@@ -31,7 +38,7 @@ from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
-from holdfast.errors import StepError, UnsupportedError, UsageError
+from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
 from holdfast.runtime import standin
 from holdfast.runtime.standin import exempt
 from holdfast.store.copies import Extent
@@ -88,6 +95,7 @@ class TorchAdapter:
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen = False
+        self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
         self._prints: Fingerprints | None = None
         self._feed: Feed | None = None
@@ -177,6 +185,7 @@ class TorchAdapter:
         if name is None:
             self._refuse_unknown(optimizer)
             return None
+        self._computed = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._agree(name)
@@ -274,7 +283,7 @@ class TorchAdapter:
     def begin(self, step: int) -> None:
         """Seed and copy. Raises: UnsupportedError."""
         self._refuse_hooks()  # one may be registered late
-        self._backward_seen = False
+        self._backward_seen = self._computed = False
         self._snapshot.take()
         worker = (
             self._copy.number + self._copy.numbers * self._parts.part
@@ -330,8 +339,8 @@ class TorchAdapter:
         self._fabric.quiesce()
         self._heal()
         if self._fabric.looped:
-            for _, module in modules_of(self._model):
-                rebuild_buckets(module)
+            self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
+            self._rebuild_buckets()
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
@@ -357,17 +366,40 @@ class TorchAdapter:
         """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
         if self._rehearsed:
             return False
-        waiting = any(rehearsals_needed(module) for _, module in modules_of(self._model))
-        if not waiting or self._rehearsals >= REHEARSALS_MAX:
+        if not self._unready() or self._rehearsals >= REHEARSALS_MAX or self._rebuilt_alone():
             self._rehearsed = True
             return False
-        self._rehearsals += 1
         self._fabric.loopback()
         return True
 
     def end_rehearsal(self) -> None:
-        """Back to the peers, over the same connections."""
+        """Back to the peers, over the same connections. They rebuild buckets at their next passes, so this one does."""
         self._fabric.reconfigure(self._fabric.generation)
+        for _, module in modules_of(self._model):
+            forget_pass(module)
+
+    def _unready(self) -> bool:
+        return any(rehearsals_needed(module) for _, module in modules_of(self._model))
+
+    def _rebuild_buckets(self) -> None:
+        for _, module in modules_of(self._model):
+            rebuild_buckets(module)
+
+    def _rebuilt_alone(self) -> bool:
+        """A process that has trained its first step knows the buckets: set them without a pass, and without peers."""
+        if self._fabric.looped or self._fabric.poisoned:
+            return False  # a newcomer has made no pass; what a fault has broken is healed first
+        self._fabric.loopback()
+        try:
+            self._rebuild_buckets()
+        except RuntimeError:
+            return False  # the step before left a parameter out: the next forward says which
+        ready = not self._unready()
+        try:
+            self._fabric.reconfigure(self._fabric.generation)
+        except GroupError:
+            pass  # a fault came first: its fence rebuilds the groups
+        return ready
 
 
 def _place() -> tuple[int, int]:

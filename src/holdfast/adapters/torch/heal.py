@@ -10,7 +10,8 @@ after an abort bit for bit with those of an undisturbed run.
 Rules for the caller:
 1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
    reducer rebuilds its buckets, and that is a collective.
-2. A rehearsal (loopback) that ended in order is not healed in its reducer: it would forget what it rehearsed.
+2. A rehearsal (loopback) that ended in order is healed in its reducer only when its buckets are set: it would forget
+   what it rehearsed. Then it is, as rule 1 says.
 3. A healed pipeline greets its neighbours anew in its next step, so all its ranks must be healed, newcomers too.
 """
 
@@ -55,6 +56,12 @@ def heal(model: nn.Module) -> None:
             ) from error
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Reducers keep their buckets and count their passes from here on, as those of all ranks do that were healed."""
+    for ddp in data_parallel(model):
+        ddp.reducer._reset_state()
 
 
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
@@ -111,15 +118,16 @@ def rehearsals_needed(model: nn.Module) -> bool:
 
     DDP sets the layout of its buckets after the first backward passes (two, with ``static_graph`` three); the layout
     decides the order of gloo's sums. A process that starts anew in a job that has trained already rehearses forward
-    and backward in loopback until this is False, else its sums differ from those of the undisturbed run.
+    and backward in loopback until this is False, else its sums differ from those of the undisturbed run. In a process
+    that has trained the step before, one pass (not with ``static_graph``) is known already: ``rebuild_buckets`` does.
     """
     return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in data_parallel(model))
 
 
 def rebuild_buckets(model: nn.Module) -> None:
-    """After a rehearsal, still in loopback: set DDP's buckets now, where it would at the start of its next forward.
+    """After a pass, in loopback: set DDP's buckets now, where it would at the start of its next forward.
 
-    That saves the second pass of a rehearsal. The reducer sends its bucket indices around: in loopback, to itself.
+    That saves a pass, and a collective that may break: the reducer sends its bucket indices around, here to itself.
     """
     for ddp in data_parallel(model):
         if not ddp._has_rebuilt_buckets and ddp.reducer._rebuild_buckets():

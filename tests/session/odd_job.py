@@ -1,0 +1,121 @@
+"""A small DDP training written in one of the ways that scripts are written in; one file per rank.
+
+``python odd_job.py --what WHAT --kill RANK:STEP:WHERE --result DIR``. WHERE is a place that
+``Job.struck`` names. WHAT is a function of this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+
+STEPS = 14
+
+
+class Job:
+    """Model, data and the fault of one run."""
+
+    def __init__(self, kill: str, **ddp: Any) -> None:
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        rank, step, self._where = kill.split(":") if kill else ("-1", "-1", "")
+        self._at = (int(rank), int(step))
+        torch.manual_seed(0)
+        samples = torch.Generator().manual_seed(1)
+        x, y = torch.randn(200, 16, generator=samples), torch.randint(0, 4, (200,), generator=samples)
+        data = TensorDataset(x, y)
+        self.loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+        net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+        self.model = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
+        self.blocks: list[int] = []
+
+    def session(self, state: dict[str, Any] | None = None) -> Any:
+        """Its session."""
+        return holdfast.session(
+            model=self.model, optimizer=self.optimizer, checkpoint="ckpt", save=1000, memory=0, state=state
+        )
+
+    def struck(self, step: int, where: str) -> None:
+        """The place of a fault: SIGKILL, once."""
+        mark = Path("struck")
+        if self._at == (self.rank, step) and self._where == where and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def compute(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Forward and backward."""
+        self.struck(step, "start")
+        loss: Any = functional.cross_entropy(self.model(x), y)
+        self.struck(step, "mid")
+        loss.backward()
+        self.struck(step, "end")
+
+    def update(self) -> None:
+        """The optimizer's."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def plain(job: Job) -> dict[str, Any]:
+    """As it is documented."""
+    return skipping(job, ())
+
+
+def skipping(job: Job, skipped: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
+    """Some blocks skip their batch."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.blocks.append(step.number)
+                job.struck(step.number, "begin")
+                if step.number % 5 in skipped:
+                    continue
+                job.compute(step.number, x, y)
+                job.update()
+            job.struck(step.number, "after")
+    return {}
+
+
+def late(job: Job) -> dict[str, Any]:
+    """The first blocks skip theirs."""
+    return skipping(job, (0, 1, 2))
+
+
+WAYS = {way.__name__: way for way in (plain, skipping, late)}
+
+
+def main() -> None:
+    """Train, and tell what became of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--what", default="plain")
+    parser.add_argument("--kill", default="")
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    job = Job(given.kill)
+    found = WAYS[given.what](job)
+    total = xxhash.xxh3_128()
+    for parameter in job.model.parameters():
+        total.update(parameter.detach().numpy().tobytes())
+    given.result.mkdir(exist_ok=True)
+    told = {"digest": total.hexdigest(), "blocks": job.blocks, **found}
+    (given.result / f"rank-{job.rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Scripts that are written in unusual ways: bit for bit the undisturbed run after a kill, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.session.launch import run_job
+from tests.session.odd_job import STEPS
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("odd_job.py"))
+Calm = Callable[[str], list[dict[str, Any]]]
+
+
+def run(where: Path, what: str, kill: str = "") -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, output, and what each of three workers told."""
+    where.mkdir(exist_ok=True)
+    done = run_job(where, 3, JOB, "--what", what, "--kill", kill, "--result", "result")
+    told = [json.loads(path.read_text()) for path in sorted(where.glob("result/rank-*.json"))]
+    assert (where / "struck").exists() == bool(kill), done.stdout
+    return done.returncode, done.stdout, told
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The undisturbed run of a way, started once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def told(what: str) -> list[dict[str, Any]]:
+        if what not in known:
+            code, output, known[what] = run(tmp_path_factory.mktemp("calm"), what)
+            assert code == 0, output
+        return known[what]
+
+    return told
+
+
+def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
+    assert [rank["blocks"] for rank in calm("plain")] == [list(range(STEPS))] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "kill"),
+    [
+        ("plain", "1:0:end"),
+        ("plain", "1:0:after"),
+        ("plain", "1:1:start"),
+        ("plain", "0:1:mid"),
+        ("plain", "1:1:after"),
+        ("plain", "1:2:mid"),
+        ("plain", "1:3:end"),
+        ("skipping", "1:7:begin"),
+        ("skipping", "1:8:begin"),
+        ("late", "1:1:begin"),
+        ("late", "0:3:mid"),
+    ],
+)
+def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: str, kill: str) -> None:
+    code, output, told = run(tmp_path / "job", what, kill)
+    assert code == 0, output
+    assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm(what)], output
+    (log,) = (tmp_path / "job").glob("runs/*/events.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
