@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -96,7 +98,70 @@ def late(job: Job) -> dict[str, Any]:
     return skipping(job, (0, 1, 2))
 
 
-WAYS = {way.__name__: way for way in (plain, skipping, late)}
+def between(job: Job) -> dict[str, Any]:
+    """Random numbers are drawn before each block."""
+    own = torch.Generator()
+    drawn: dict[int, list[float]] = {}
+    with job.session({"own": own}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            noise = torch.rand(1) + random.random() + np.random.random() + torch.rand(1, generator=own)
+            drawn[step.number] = noise.tolist()
+            with step as (x, y):
+                job.compute(step.number, x + noise, y)
+                job.update()
+            job.struck(step.number, "after")
+    return {"drawn": drawn.get(STEPS - 1)}
+
+
+def accumulating(job: Job) -> dict[str, Any]:
+    """Gradients are kept from block to block."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                if step.number % 4 == 3:
+                    job.update()
+    return {}
+
+
+def inside(job: Job) -> dict[str, Any]:
+    """Gradients are accumulated in one block; some are thrown away, and cleared late or early."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.optimizer.zero_grad(set_to_none=step.number % 2 == 0)
+                for micro in range(2):
+                    job.compute(step.number, x[micro::2], y[micro::2])
+                if step.number % 5:
+                    job.optimizer.step()
+            job.struck(step.number, "after")
+    return {}
+
+
+def caught(job: Job) -> dict[str, Any]:
+    """An exception is caught around a block."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            try:
+                with step as (x, y):
+                    job.compute(step.number, x, y)
+                    if step.number == 2:
+                        raise ValueError("bad batch")
+                    job.update()
+            except ValueError:
+                pass
+    return {}
+
+
+def searching(job: Job) -> dict[str, Any]:
+    """An optimizer that evaluates its closure several times."""
+    job.optimizer = torch.optim.LBFGS(job.model.parameters())
+    return plain(job)
+
+
+WAYS = {
+    way.__name__: way for way in (plain, skipping, late, between, accumulating, inside, caught, searching)
+}
 
 
 def main() -> None:

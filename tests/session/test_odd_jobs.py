@@ -59,12 +59,31 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("skipping", "1:8:begin"),
         ("late", "1:1:begin"),
         ("late", "0:3:mid"),
+        ("between", "1:7:mid"),
+        ("between", "0:7:after"),
+        ("inside", "1:5:mid"),
+        ("inside", "1:6:after"),
     ],
 )
 def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: str, kill: str) -> None:
     code, output, told = run(tmp_path / "job", what, kill)
     assert code == 0, output
     assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm(what)], output
+    assert [rank.get("drawn") for rank in told] == [rank.get("drawn") for rank in calm(what)]
     (log,) = (tmp_path / "job").glob("runs/*/events.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
+
+
+@pytest.mark.parametrize(
+    ("what", "why", "advice"),
+    [
+        ("accumulating", "step 0 made no update but leaves gradients", "accumulate inside one block"),
+        ("caught", "step 2 was left by a ValueError that the script caught", "catch it inside the block"),
+        ("searching", "LBFGS evaluates its closure several times in one step()", "train with one process"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why: str, advice: str) -> None:
+    code, output, told = run(tmp_path / "job", what)
+    assert code != 0 and not told, output
+    assert why in output and advice in output

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import holdfast
 from holdfast.errors import CheckpointMismatch
 from tests.session.test_solo import Job
 
@@ -48,3 +50,34 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         assert re.search(why, caught.value.message), caught.value.message
     with pytest.raises(CheckpointMismatch, match="has 1 parameter groups, the checkpoint 2"):
         train(body + head, job=job)
+
+
+def test_one_process_may_search_along_a_line(tmp_path: Path) -> None:
+    def train(folder: Path | None) -> list[torch.Tensor]:
+        """In two sessions, or undisturbed."""
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1)
+        optimizer: Any = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        data = [(torch.randn(8, 8), torch.randn(8, 1)) for _ in range(6)]
+
+        def update(x: torch.Tensor, y: torch.Tensor) -> None:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss: Any = (net(x) - y).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        if folder is None:
+            for x, y in data:
+                update(x, y)
+            return list(net.parameters())
+        with holdfast.session(model=net, optimizer=optimizer, checkpoint=folder) as s:
+            for step in s.steps(data, until=3 if s.step == 0 else 6):
+                with step as (x, y):
+                    update(x, y)
+        return list(net.parameters())
+
+    train(tmp_path)
+    assert all(map(torch.equal, train(tmp_path), train(None)))

@@ -137,6 +137,9 @@ class Adapter(Protocol):
         """Batches of the user's loader."""
 
     # ---- step
+    def between(self, step: int, part: int) -> None:
+        """Seed the generators for what the script draws before it enters the block of this step."""
+
     def begin(self, step: int) -> None:
         """Seed the generators and copy what forward changes."""
 

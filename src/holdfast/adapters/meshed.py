@@ -13,6 +13,8 @@ from holdfast.core.ids import NO_GENERATION
 from holdfast.runtime.client import Client
 
 SEED_PRIME = 1_000_003
+BETWEEN = 1 << 40
+"""Steps from here on are seeds of what is drawn between two blocks."""
 
 
 class Meshed:
@@ -84,6 +86,10 @@ class Meshed:
         random.seed(mixed)
         np.random.seed(mixed % 2**32)
         return mixed
+
+    def between(self, step: int, part: int) -> None:
+        """Seed Python and NumPy."""
+        self._reseed(BETWEEN + step)
 
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""

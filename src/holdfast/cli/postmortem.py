@@ -229,6 +229,8 @@ def _advice(case: _Case, logs: str) -> list[str]:
     if fault.kind == "corruption":
         often = [f"{count} times on {node} in this run" for node, count in case.again.items() if count > 1]
         return [
+            "does each rank make the same update? Not with a learning rate or scheduler fed by a number of one rank",
+            "are gradients kept from one step to the next, or weights changed outside of the optimizer?",
             *(f"silent corruption {each}: take it out of service and test its memory" for each in often),
             "look for memory errors that the machine has counted: dmesg, edac-util, nvidia-smi -q -d ECC",
             "are they copies at all? --verify-every 0 stops comparing",

@@ -178,6 +178,7 @@ class Loops:
                 continue  # a recovery came first: the job may have gone back into this loop
             step = make(self._rank.step)
             self.fill(step)
+            self._adapter.between(step.number, step.part)  # also when it is tried again, by whomever
             yield step
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:

@@ -139,6 +139,7 @@ class Blocks:
         self._owner = owner
         self._current: Step | None = None
         self._tally = Tally(passed=False)
+        self._left = ""  # how the script left a block for good
         self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 
     @property
@@ -158,6 +159,10 @@ class Blocks:
             raise StepError(
                 f"step {step.number} begins inside step {self._current.number}",
                 hint="leave the block of a step (`with step as batch:`) before the next one",
+            )
+        if self._left:
+            raise StepError(
+                f"{self._left} that the script caught", hint="catch it inside the block, or leave the loop"
             )
         joining = self._rank.joining
         alone = step.rehearsal or (joining and self._rehearse(step))
@@ -282,14 +287,14 @@ class Blocks:
                 pass
             except BaseException as late:
                 if not self._is_fault(late):
-                    self._give_up()
+                    self._give_up(step, late)
                     raise
             self._abort(step)
             return True
         if self._is_fault(error):
             self._abort(step)
             return True
-        self._give_up()
+        self._give_up(step, error)
         return False
 
     def _note_idle(self, step: Step) -> None:
@@ -306,9 +311,10 @@ class Blocks:
             return False
         return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 
-    def _give_up(self) -> None:
+    def _give_up(self, step: Step, error: BaseException) -> None:
         """The user's own exception goes up."""
-        self._rank.fail()
+        if self._rank.fail() != "ready":
+            self._left = f"step {step.number} was left by a {type(error).__name__}"
         self._adapter.release()
         self._current = None
 

@@ -29,8 +29,9 @@ from holdfast.adapters.torch.heal import (
     rebuild_buckets,
     rehearsals_needed,
 )
+from holdfast.adapters.torch.leftover import Leftover
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
-from holdfast.adapters.torch.optim import named_optimizers, parameters_of
+from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refuse_searching
 from holdfast.adapters.torch.parts import Parts
 from holdfast.adapters.torch.rendezvous import control_client
 from holdfast.adapters.torch.rng import reseed, reseed_generators
@@ -78,8 +79,10 @@ class TorchAdapter:
         self.live = self.world_size > 1
         self.scaled = scaler is not None
         optimizers = named_optimizers(optimizer)
+        refuse_searching(optimizers, self.world_size)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
         self._snapshot = Snapshot(self.state)
+        self._leftover = Leftover()
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
@@ -95,6 +98,7 @@ class TorchAdapter:
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen = False
+        self._step = 0
         self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
         self._prints: Fingerprints | None = None
@@ -178,6 +182,7 @@ class TorchAdapter:
         if not self._backward_seen and self._hooks is not None:
             self._backward_seen = True
             self._hooks.backward()
+            self._leftover.check()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""
@@ -284,12 +289,18 @@ class TorchAdapter:
         """Seed and copy. Raises: UnsupportedError."""
         self._refuse_hooks()  # one may be registered late
         self._backward_seen = self._computed = False
+        self._step = step
         self._snapshot.take()
-        worker = (
-            self._copy.number + self._copy.numbers * self._parts.part
-        )  # whose work it is when all ranks are there
-        reseed(self._seed, worker, step)
-        reseed_generators(self.state.generators, self._seed, worker, step)
+        self._reseed(step, self._parts.part, between=False)
+
+    def between(self, step: int, part: int) -> None:
+        """Seed."""
+        self._reseed(step, part, between=True)
+
+    def _reseed(self, step: int, part: int, *, between: bool) -> None:
+        worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there
+        reseed(self._seed, worker, step, between=between)
+        reseed_generators(self.state.generators, self._seed, worker, step, between=between)
 
     def share(self, part: int, parts: int) -> None:
         """The block that begins next is a part of its step (``adapters.base.TakesParts``)."""
@@ -325,6 +336,14 @@ class TorchAdapter:
         """The update stands."""
         self.release()
         self._snapshot.undo.clear()
+        if self._computed:
+            self._leftover.clear()
+        else:
+            self._leftover.note(self._step, self._updated_parameters())
+
+    def _updated_parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.state.optimizers.values():
+            yield from parameters_of(optimizer.optimizer)
 
     def release(self) -> None:
         """Collectives are as outside of a step."""

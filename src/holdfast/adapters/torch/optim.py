@@ -79,6 +79,20 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     return named
 
 
+def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
+    """Raise UnsupportedError for an optimizer of several ranks that computes gradients at weights which it has changed.
+
+    Its first change comes after the vote, and from there on no collective may fail.
+    """
+    for name, optimizer in optimizers.items():
+        if world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"optimizer {name!r}: {type(optimizer).__name__} evaluates its closure several times in one step(), "
+                f"and the gradients of all but the first need the other {world_size - 1} ranks after they have voted",
+                hint="train with one process, or with an optimizer that needs one evaluation per step (AdamW, SGD)",
+            )
+
+
 def _inner(optimizer: Any) -> Any:
     """The optimizer inside accelerate's wrapper: hooks see that one."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":

@@ -1,8 +1,9 @@
 """Random numbers as a function of (seed, rank, step): nothing to save, nothing to restore.
 
 Every default generator (``random``, ``numpy.random``, torch on CPU and on each initialised device) is seeded at the
-start of each step, so a step that runs again, in this process or in another, draws the same numbers. Samples are
-seeded from (seed, epoch, index), so that neither the number of loader workers nor the place of a resume matters.
+start of each step, and before that where the loop gives the step to the script, so a step that runs again, in this
+process or in another, draws the same numbers. Samples are seeded from (seed, epoch, index), so that neither the number
+of loader workers nor the place of a resume matters.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _STEP: Final = 1
 _SAMPLE: Final = 2
 _ORDER: Final = 3
 _FETCH: Final = 4
+_BETWEEN: Final = 5
 
 Generator = torch.Generator | np.random.Generator | random.Random
 
@@ -46,15 +48,20 @@ def seed_all(value: int) -> None:
         torch.cuda.manual_seed_all(value)
 
 
-def reseed(seed: int, rank: int, step: int) -> None:
-    """Seed all default generators for step ``step`` of ``rank``: what a session does at the start of each block."""
-    seed_all(mix(_STEP, seed, rank, step))
+def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
+    """Seed all default generators for step ``step`` of ``rank``: what a session does at the start of each block.
+
+    With ``between`` for what is drawn before its block.
+    """
+    seed_all(mix(_BETWEEN if between else _STEP, seed, rank, step))
 
 
-def reseed_generators(generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int) -> None:
+def reseed_generators(
+    generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int, *, between: bool = False
+) -> None:
     """Seed the user's own generators, each by its name, for one step."""
     for name, generator in generators:
-        value = mix(_STEP, seed, rank, step, *name.encode())
+        value = mix(_BETWEEN if between else _STEP, seed, rank, step, *name.encode())
         if isinstance(generator, torch.Generator):
             generator.manual_seed(value)
         elif isinstance(generator, random.Random):
