@@ -159,8 +159,38 @@ def searching(job: Job) -> dict[str, Any]:
     return plain(job)
 
 
+class Meter:
+    """Counts, in plain values and a tensor."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its own, not a copy."""
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take ``state``."""
+        vars(self).update(state)
+
+
+def measuring(job: Job) -> dict[str, Any]:
+    """An object counts what the block sees."""
+    meter = Meter()
+    with job.session({"meter": meter}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                meter.calls += 1
+                meter.total += x.mean()
+                job.compute(step.number, x, y)
+                job.update()
+    return {"drawn": [meter.calls]}
+
+
 WAYS = {
-    way.__name__: way for way in (plain, skipping, late, between, accumulating, inside, caught, searching)
+    way.__name__: way
+    for way in (plain, skipping, late, between, accumulating, inside, caught, searching, measuring)
 }
 
 

@@ -63,6 +63,7 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("between", "0:7:after"),
         ("inside", "1:5:mid"),
         ("inside", "1:6:after"),
+        ("measuring", "1:7:mid"),
     ],
 )
 def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: str, kill: str) -> None:

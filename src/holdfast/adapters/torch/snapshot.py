@@ -1,8 +1,8 @@
 """What forward changes, copied at the start of a step and put back after an abort.
 
 Buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values and scheduler state, the
-scaler's scale, and plain user state. Gradients are dropped, not restored: a step starts without any. Random generators
-need no copy (``rng.py``).
+scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients are dropped,
+not restored: a step starts without any. Random generators need no copy (``rng.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.adapters.torch.filling import put_into
@@ -35,6 +36,8 @@ class Snapshot:
         self._modules: dict[str, Any] = {}  # extra state by its name
         self._scaler: dict[str, torch.Tensor | None] = {}
         self._extras: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
+        self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
         self.undo = Undo()
 
     def take(self) -> None:
@@ -53,7 +56,20 @@ class Snapshot:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
             self._scaler = {key: _cloned(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
         self._extras = clone(state.plain_extras())
+        self._take_objects()
         self.undo.clear()
+
+    def _take_objects(self) -> None:
+        """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
+        self._objects = {}
+        for name, item in self._state.objects().items():
+            if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__") or id(item) in self._uncopied:
+                continue
+            value = item.state_dict()
+            if _numel(value) > SMALL_NUMEL:
+                self._uncopied.add(id(item))
+            else:
+                self._objects[name] = clone(value)
 
     def _take_buffers(self) -> None:
         changed: list[torch.Tensor] = []
@@ -75,16 +91,7 @@ class Snapshot:
 
     def size(self) -> int:
         """Number of elements of the modules' extra state: when it changes, the layout has changed."""
-        sizes: list[int] = []
-
-        def count(value: Any, path: str) -> bool | None:
-            if not isinstance(value, torch.Tensor):
-                return None
-            sizes.append(value.numel())
-            return True
-
-        split(self._modules, "modules", count)
-        return sum(sizes)
+        return _numel(self._modules)
 
     def restore(self) -> None:
         """Put everything back and drop all gradients."""
@@ -112,6 +119,8 @@ class Snapshot:
     def _restore_extras(self) -> None:
         for name, saved in self._extras.items():
             self._state.extras[name] = put_into(self._state.extras.get(name), clone(saved))
+        for name, saved in self._objects.items():
+            self._state.extras[name].load_state_dict(clone(saved))
 
     def drop_gradients(self) -> None:
         """No parameter keeps a gradient."""
@@ -128,7 +137,21 @@ class Snapshot:
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)
-        return Copies(buffers, self._groups, plain, self._extras, self.undo)
+        return Copies(buffers, self._groups, plain, {**self._extras, **self._objects}, self.undo)
+
+
+def _numel(value: Any) -> int:
+    """Number of elements of all tensors and arrays in it."""
+    sizes: list[int] = []
+
+    def count(leaf: Any, path: str) -> bool | None:
+        if not isinstance(leaf, torch.Tensor | np.ndarray):
+            return None
+        sizes.append(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size)
+        return True
+
+    split(value, "state", count)
+    return sum(sizes)
 
 
 def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -68,7 +68,7 @@ class Copies(NamedTuple):
     plain: Mapping[
         str, Any
     ]  # "scheduler.<name>" or "scaler" -> state dict; extra state of modules by its name
-    extras: Mapping[str, Any]  # the user's plain values by name
+    extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
     undo: Undo
 
 
@@ -262,10 +262,14 @@ class TorchState:
             if not (_has_state(item) or isinstance(item, GENERATORS))
         }
 
+    def objects(self) -> dict[str, Any]:
+        """What the user gave that has a ``state_dict``."""
+        return {name: item for name, item in self.extras.items() if _has_state(item)}
+
     def _extra(self, name: str, item: Any, copies: Copies | None) -> Any:
-        if _has_state(item):
-            return item.state_dict()
-        return item if copies is None else copies.extras.get(name, item)
+        if copies is not None and name in copies.extras:
+            return copies.extras[name]
+        return item.state_dict() if _has_state(item) else item
 
     def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
         return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
