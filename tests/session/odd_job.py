@@ -188,9 +188,21 @@ def measuring(job: Job) -> dict[str, Any]:
     return {"drawn": [meter.calls]}
 
 
+def viewing(job: Job) -> dict[str, Any]:
+    """Gradients live in DDP's buckets, and are zeroed there."""
+    job.model = DistributedDataParallel(job.model.module, gradient_as_bucket_view=True)
+    with job.session() as s:
+        for step in s.steps(job.loader, until=3):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.optimizer.step()
+                job.optimizer.zero_grad(set_to_none=False)
+    return {}
+
+
 WAYS = {
     way.__name__: way
-    for way in (plain, skipping, late, between, accumulating, inside, caught, searching, measuring)
+    for way in (plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing)
 }
 
 

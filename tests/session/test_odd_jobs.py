@@ -88,3 +88,10 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why:
     code, output, told = run(tmp_path / "job", what)
     assert code != 0 and not told, output
     assert why in output and advice in output
+
+
+def test_a_division_that_a_fault_would_change_is_warned_of(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path / "job", "viewing")
+    assert code == 0 and output.count("after a fault the last bits may differ; zero_grad() is exact") == 1, (
+        output
+    )

@@ -22,6 +22,7 @@ from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import Fingerprints
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.heal import (
+    dividing,
     forget_pass,
     heal,
     heal_pipelines,
@@ -98,6 +99,7 @@ class TorchAdapter:
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen = False
+        self._dividing = [p for _, module in modules_of(model) for p in dividing(module, self.world_size)]
         self._step = 0
         self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
@@ -183,6 +185,13 @@ class TorchAdapter:
             self._backward_seen = True
             self._hooks.backward()
             self._leftover.check()
+            if any(parameter.grad is not None for parameter in self._dividing):
+                self._dividing = []
+                log.warning(
+                    "holdfast: DDP(gradient_as_bucket_view=True) with zero_grad(set_to_none=False) in %d ranks: "
+                    "after a fault the last bits may differ; zero_grad() is exact",
+                    self.world_size,
+                )
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""

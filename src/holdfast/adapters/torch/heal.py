@@ -124,6 +124,17 @@ def rehearsals_needed(model: nn.Module) -> bool:
     return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in data_parallel(model))
 
 
+def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
+    """One parameter of each DDP module whose sums depend on whether its gradients lie in the buckets already.
+
+    Then the reducer divides by the number of ranks, else it multiplies by its inverse: the same for powers of two only.
+    """
+    if world_size & (world_size - 1) == 0:
+        return []
+    found = [ddp for ddp in data_parallel(model) if ddp.gradient_as_bucket_view]
+    return [p for ddp in found for p in [q for q in ddp.parameters() if q.requires_grad][:1]]
+
+
 def rebuild_buckets(model: nn.Module) -> None:
     """After a pass, in loopback: set DDP's buckets now, where it would at the start of its next forward.
 
