@@ -121,7 +121,7 @@ class Saver:
             self._giver = Giver(
                 rank.client,
                 self._await_boundary,
-                lambda frozen: adapter.collect(frozen=frozen),
+                self._collected_to_give,
                 values,
                 tier.verify,
                 rank.refuse,
@@ -210,6 +210,12 @@ class Saver:
             self._published = layout
             self._planned = None
             self._rank.publish(self._version, layout)
+
+    def _collected_to_give(self, frozen: bool) -> Collected:
+        """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
+        collected = self._adapter.collect(frozen=frozen)
+        self.publish(collected)
+        return collected
 
     def _plan(self) -> tuple[Catalogue, Plan]:
         """Catalogue and plan over all ranks. Raises: StateError when the layouts of the others did not come."""

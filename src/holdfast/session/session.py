@@ -411,14 +411,9 @@ class Session:
             loader,
             epochs if until is not None or epochs is not None else 1,
             lambda: self._exit_agreed or (until is not None and self.step >= until),
-            self._next,
+            lambda number: Step(self._blocks, number),
         )
         return loop if self._spare is None else self._after_rehearsal(loader, loop)
-
-    def _next(self, number: int) -> Step:
-        """The next step. What the script has put into its state since the last one is known before a fault can come."""
-        self._saver.publish()
-        return Step(self._blocks, number)
 
     def _after_rehearsal(self, loader: Any, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
