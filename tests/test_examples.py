@@ -41,7 +41,9 @@ def is_prose(line: str) -> bool:
     return line.startswith(("    holdfast ", "    pip ", "Holdfast adds: "))
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning", "megatron", "replay"])
+@pytest.mark.parametrize(
+    "name", ["calls", "hf", "lightning", "losses", "megatron", "progress", "replay", "supported"]
+)
 def test_integration_is_short(name: str) -> None:
     path = ROOT / "src" / "holdfast" / "integrations" / f"{name}.py"
     assert len(path.read_text().splitlines()) < INTEGRATION_LINES_MAX

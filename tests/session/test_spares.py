@@ -169,7 +169,7 @@ def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
     client: Any = SimpleNamespace(
         **{"generation": Generation(1, 2), "member_id": MemberId(4), "rank": 0, "joining": True},
         **{"run_dir": None, "stand_in": SimpleNamespace(called=False, wait=lambda: None)},
-        **{"on": lambda *given: None, "on_orphaned": lambda handler: None},
+        **{"on": lambda *given: None, "open_session": lambda: None, "on_orphaned": lambda handler: None},
     )
 
     def refuse(session: Session, _: Client) -> None:
