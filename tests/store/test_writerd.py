@@ -224,6 +224,15 @@ def no_descriptor(_: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 
+def descriptors() -> dict[str, str]:
+    """What this process has open, by number: other tests' leftovers may be collected, and closed, at any time."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = str(Path("/proc/self/fd", name).readlink())
+    return found
+
+
 @pytest.mark.parametrize("refusing", [no_interpreter, no_descriptor])
 def test_a_writer_that_cannot_be_started_fails_saves_by_name_and_not_the_next_ones(
     tmp_path: Path, refusing: Callable[[Path], contextlib.AbstractContextManager[None]]
@@ -233,15 +242,19 @@ def test_a_writer_that_cannot_be_started_fails_saves_by_name_and_not_the_next_on
     shares = plan(catalogue, frozenset({0}))
     results: dict[SaveId, Written | HoldfastError] = {}
     with BackgroundSaver(results.__setitem__) as saver:
+        without_writer = descriptors()
         saver.save(tmp_path, save_id(1), catalogue, shares, 0, state, {}, {})
-        open_before = len(os.listdir("/proc/self/fd"))
+        with_writer = descriptors()
         with refusing(tmp_path):
             os.kill(saver.writer_pid, signal.SIGKILL)
             assert saver.wait(60)
             with pytest.raises(StoreWriteError, match="no process can be started") as caught:
                 saver.save(tmp_path, save_id(2), catalogue, shares, 0, state, {}, {})
             assert not saver.busy and saver.writer_pid == 0
-        assert len(os.listdir("/proc/self/fd")) == open_before - 2, "a writer's line and end"
+        now = descriptors().items()
+        opened = with_writer.items() - without_writer.items()
+        assert len(opened - now) == 2, f"a writer's line and its pidfd: {opened}, {now}"
+        assert not now - with_writer.items(), "nothing is left of the attempts"
         saver.save(tmp_path, save_id(3), catalogue, shares, 0, state, {}, {})
     assert "ulimit" in caught.value.hint
     failed = results[save_id(1)]
