@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
 from holdfast.adapters.torch.snapshot import Snapshot
-from holdfast.adapters.torch.state import TorchState
+from holdfast.adapters.torch.state import TorchState, arrays_in
 from holdfast.errors import StateError
 
 pytestmark = pytest.mark.torch
@@ -188,3 +188,35 @@ def test_an_aborted_step_takes_plain_state_back() -> None:
     change(mine, state.extras)
     snapshot.restore()  # a second time: the copies are no part of the state
     assert told(state.extras) == before
+
+
+class Position:
+    """Says what was committed, whenever it is asked."""
+
+    shows_committed_steps = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"lines": [{"loss": 1.0, "place": torch.ones(2)}]}
+
+    def load_state_dict(self, value: dict[str, Any]) -> None:
+        raise AssertionError("an aborted step changes nothing of it")
+
+
+def test_what_shows_committed_steps_is_not_copied_at_each() -> None:
+    position = Position()
+    state = TorchState(net(), {}, extras={"loop": position})
+    snapshot, asked = Snapshot(state), position.asked
+    snapshot.take()
+    snapshot.restore()
+    assert position.asked == asked
+    assert state.collect(snapshot.copies()).tensors["state.loop.lines.0.place"].tolist() == [1.0] * 2
+
+
+def test_arrays_are_found_wherever_they_may_lie() -> None:
+    tree = {"a": [1, {"b": torch.ones(2)}], "c": (deque([np.ones(3), "text"]), OrderedDict(d=torch.ones(())))}
+    found = {path: tuple(array.shape) for path, array in arrays_in(tree, "x")}
+    assert found == {"x.a.1.b": (2,), "x.c.0.0": (3,), "x.c.1.d": ()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -56,3 +58,12 @@ def halting(script: str, *arguments: object) -> Iterator[Halted]:
             yield Halted(process)
         finally:
             process.kill()
+
+
+def descriptors() -> dict[str, str]:
+    """What this process has open, by number: other tests' leftovers may be collected, and closed, at any time."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = str(Path("/proc/self/fd", name).readlink())
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from holdfast.store.plan import plan
 from holdfast.store.reader import load_into, load_values
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
-from tests.store.limits import no_threads
+from tests.store.limits import descriptors, no_threads
 from tests.store.worlds import replicated, save_id
 
 Results = dict[SaveId, Written | HoldfastError]
@@ -101,12 +100,12 @@ def test_failures_are_told_and_the_next_save_works(tmp_path: Path) -> None:
 
 
 def test_a_saver_whose_thread_cannot_start_leaves_nothing() -> None:
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     saver = BackgroundSaver(lambda _id, _result: None)
     with no_threads(), pytest.raises(RuntimeError, match="start new thread"):
         saver.__enter__()
     saver.close()
-    assert os.listdir("/proc/self/fd") == before
+    assert not descriptors().items() - before.items()
     with saver:
         assert not saver.busy
 

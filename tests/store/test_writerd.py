@@ -26,6 +26,7 @@ from holdfast.store.staging import Pool, PoolReader, SaveOrder, SaveOutcome
 from holdfast.store.validity import inspect
 from holdfast.store.writer import Written
 from tests.runtime.runs import exists, until
+from tests.store.limits import descriptors
 from tests.store.worlds import World, random_array, replicated, save_id
 from tests.store.worlds import save as save_whole
 
@@ -222,15 +223,6 @@ def no_descriptor(_: Path) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
-
-
-def descriptors() -> dict[str, str]:
-    """What this process has open, by number: other tests' leftovers may be collected, and closed, at any time."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found[name] = str(Path("/proc/self/fd", name).readlink())
-    return found
 
 
 @pytest.mark.parametrize("refusing", [no_interpreter, no_descriptor])

@@ -197,9 +197,6 @@ class Controller:
         job = self.job
         job.session = True
         job.root = event.root or job.root
-        if member.is_released:  # a second session of the same process
-            member.is_released, member.finished = False, None
-            job.released = False
         member.opened_step = event.step
         member.live = event.live
         member.state, member.step = "ready", event.step

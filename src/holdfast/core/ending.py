@@ -91,8 +91,6 @@ class Ending:
         steps = [m.finished.step for m in members if m.finished]
         job.step = max(steps)
         job.record("finished", step=job.step, reason=str(members[0].finished and members[0].finished.reason))
-        for member in members:
-            member.is_released = True
         for member in job.roster.living:
             self.remind(member)
 

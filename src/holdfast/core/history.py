@@ -138,7 +138,6 @@ def _opened(past: Past, data: Data) -> Changes:
         "step": step,
         "sealed_step": min(past.sealed_step, step),
         "root": str(data["root"]),
-        "released": False,
     }
 
 

@@ -54,7 +54,6 @@ class Member(msgspec.Struct, kw_only=True):
     joining: bool = False  # a newcomer that does not hold its state yet: no member of the generation so far
     asked: bool = False  # a newcomer waits for its state
     finished: Finished | None = None
-    is_released: bool = False  # told to return: what it opens after that is another session
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
     may_end: bool = False  # it was told that nobody needs what it holds
     exited: MemberExited | None = None

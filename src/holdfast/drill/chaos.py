@@ -30,7 +30,7 @@ from holdfast.drill.proof import Exercise, require_torch, small
 from holdfast.drill.runner import end, launch
 from holdfast.drill.watch import Run
 from holdfast.exits import Exit
-from holdfast.runtime.pids import alive, stopped
+from holdfast.runtime.pids import alive, kill_if, stopped
 from holdfast.runtime.rundir import RunDir, open_log
 
 SAVE_EVERY = 50
@@ -154,8 +154,8 @@ class Chaos:
         until_s = time.monotonic() + RECOVERED_S_MAX
         while not journal_has(place, "agent_ended"):
             endpoint = RunDir(place).read_endpoint("agent")
-            if endpoint is not None and stopped(endpoint.pid):
-                os.kill(endpoint.pid, signal.SIGKILL)  # as a person would: its launcher is gone
+            if endpoint is not None:
+                kill_if(endpoint.pid, stopped)  # as a person would: its launcher is gone
             if endpoint is not None and not alive(endpoint.pid):
                 break  # its agent died too: the workers agree on an exit by themselves
             if time.monotonic() > until_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from holdfast.drill.grammar import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
 from holdfast.drill.watch import Run
 from holdfast.errors import ScriptError
-from holdfast.runtime.pids import serves
+from holdfast.runtime.pids import kill_if, serves
 from holdfast.runtime.procs import sweep
 from holdfast.runtime.rundir import RunDir, open_log, write_private
 from holdfast.runtime.settings import SETTINGS_FILE
@@ -197,7 +196,6 @@ def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
     run = RunDir(directory)
     for name in ("agent", "controller"):  # the agent first: it would start the others again
         found = run.read_endpoint(name)
-        if found is not None and serves(found.pid, f"holdfast.runtime.{name}d", run.path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(found.pid, signal.SIGKILL)
+        if found is not None:
+            kill_if(found.pid, lambda pid, name=name: serves(pid, f"holdfast.runtime.{name}d", run.path))  # type: ignore[misc]
     sweep(run)

@@ -29,7 +29,10 @@ class Replay:
     Attributes:
         position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
         own: plain values of this rank alone that were committed with that position; None where nobody knows them.
+        shows_committed_steps: what ``state_dict`` returns changes with a step's commit alone, so no step copies it.
     """
+
+    shows_committed_steps = True
 
     def __init__(self, **arguments: Any) -> None:
         """``arguments`` are those of :func:`holdfast.session`, which is entered here; its errors are raised here."""

@@ -116,7 +116,7 @@ class Client:
         self.connected = False
         self.refused_stale = 0
         self._newest = generation
-        self._sessions = 0
+        self._has_session = False
         self._handlers: dict[type[Message], Callable[[Message], None]] = {}
         self._orphan_handlers: list[Callable[[], None]] = []
         self._outbox: deque[Message] = deque()
@@ -147,13 +147,13 @@ class Client:
             UnsupportedError: it is not the first: a newcomer, which runs the script from its top, would join in the
                 first one while the others are in the second.
         """
-        self._sessions += 1
-        if self._sessions > 1:
+        if self._has_session:
             raise UnsupportedError(
                 "a second session in one process: a job has one",
                 hint="train in one session (its loop may change loaders and learning rates), or make it two jobs: the "
                 "second script loads the first one's weights with holdfast.load(path, model)",
             )
+        self._has_session = True
 
     def start(self) -> None:
         """Start both threads and become :meth:`current`."""

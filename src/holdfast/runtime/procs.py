@@ -272,7 +272,7 @@ class Processes:
 
     def refuse(self, member_id: MemberId, pid: int) -> None:
         """Kill a process whose member was told as exited before anybody heard of it."""
-        if kill_if(pid, lambda pid: belongs(pid, self._run)):
+        if kill_ours(pid, self._run):
             self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
 
     def _start_waiting(self) -> None:
@@ -436,7 +436,7 @@ class Processes:
             process.kill()
             await self._reap_zygote()
         else:
-            kill_if(pid, lambda pid: belongs(pid, self._run))
+            kill_ours(pid, self._run)
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
 
     async def _reap_zygote(self) -> None:
@@ -510,7 +510,7 @@ def dismiss_spares(run: RunDir) -> None:
     """Kill the spares of an agent that is gone, should one of them not have left by itself."""
     for page in each_page(run.pages(), SPARE_PAGE):
         pid = page[Word.PID]
-        if kill_if(pid, lambda pid: belongs(pid, run)):
+        if kill_ours(pid, run):
             kill_group(pid)
     for path in run.pages().glob(f"{SPARE_PAGE}*"):
         path.unlink(missing_ok=True)
@@ -555,6 +555,11 @@ def belongs(pid: int, run: RunDir) -> bool:
         return False
 
 
+def kill_ours(pid: int, run: RunDir) -> bool:
+    """SIGKILL ``pid`` if it is a process of this run; True when it got the signal."""
+    return kill_if(pid, lambda pid: belongs(pid, run))
+
+
 def processes(run: RunDir) -> Iterator[int]:
     """Every process that inherited this run's environment, whatever session it moved to."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
@@ -576,4 +581,4 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
 def sweep(run: RunDir) -> list[int]:
     """SIGKILL all other processes of this run; returns the pids."""
     others = (pid for pid in processes(run) if pid != os.getpid())
-    return [pid for pid in others if kill_if(pid, lambda pid: belongs(pid, run))]
+    return [pid for pid in others if kill_ours(pid, run)]

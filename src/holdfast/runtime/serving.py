@@ -107,12 +107,14 @@ class AnswerServer(ABC, Generic[M]):
         link = Link(self._codec, self._token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=Counter())
         try:
             tune(sock)
-            deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+            stranger, deadline_s = True, time.monotonic() + HANDSHAKE_TIMEOUT_S
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
             sock.sendall(link.take_output())
             while data := sock.recv(RECEIVE_SIZE_BYTES):
                 messages = link.receive(data)
-                sock.settimeout(self._patience_s(sock, link, deadline_s))
+                if stranger:
+                    stranger = not link.open
+                    sock.settimeout(self._patience_s(sock, link, deadline_s))
                 for message in messages:
                     answer, raw = self._answer(message)
                     link.send(answer)

@@ -82,30 +82,31 @@ def candidates(
         UsageError, NothingToResume: see ``store.root.find``.
     """
     own: tuple[Place, ...] = ()
+    place = None if root is None else Root(root)
     first = "" if client is None else client.resume
     if first.startswith(MEMORY):
         rest = candidates(resume, root, None, run, restarted)
         return Candidates((place_of(first), *rest.paths), rest.rejected)
-    if restarted and root is not None:
-        names = [name for name in Root(root).names(run) if name != first]
-        own = tuple(root / name for name in ([first] if first else []) + names)
+    if restarted and place is not None:
+        names = [name for name in place.names(run) if name != first]
+        own = tuple(place.path / name for name in ([first] if first else []) + names)
     if resume == "never":
-        if root is not None and not restarted:
-            _warn_of_others(Root(root))
+        if place is not None and not restarted:
+            _warn_of_others(place)
         return Candidates(own, ())
     if resume != "auto":
         meant = find(resume)
         return Candidates((*own, meant.path), tuple(f"{v.name}: {v.reason}" for v in meant.passed_over))
-    if root is None:
+    if place is None:
         return Candidates((), ())
-    found = Root(root).list()
+    found = place.list()
     if not restarted:
-        _warn_of_another_run(Root(root), [v for v in found if v.valid])
+        _warn_of_another_run(place, [v for v in found if v.valid])
     paths = [place_of(v.path) for v in found if v.valid]
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not v.valid)
-    if first and root / first in paths:
-        paths.remove(root / first)
-        paths.insert(0, root / first)
+    if first and place.path / first in paths:
+        paths.remove(place.path / first)
+        paths.insert(0, place.path / first)
     return Candidates(tuple(paths), rejected)
 
 
@@ -128,6 +129,8 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
     chosen = valid[0]
     try:
         last = root.written_last(valid)
+        if last.path == chosen.path:
+            return
         if lineage_of(chosen.path).holds(last.name) or lineage_of(last.path).holds(chosen.name):
             return
     except StoreError:
@@ -247,7 +250,7 @@ class Resume:
 
     def _names_of_all(self) -> frozenset[str]:
         """Names of all tensors that some rank of this job has built: the stages of a pipeline have different ones."""
-        own = sorted(_names(self._adapter) | _extra_states(self._adapter))
+        own = sorted(frozenset().union(*_built(self._adapter)))
         client = self._client
         if client is None:
             return frozenset(own)
@@ -300,9 +303,10 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         CheckpointInvalid: damaged; parameters may hold garbage now.
         CheckpointMismatch: of another model, or of another optimizer.
     """
+    ours = _built(adapter)
     with opened(path) as source:
         catalogue = load_catalogue(source)
-        values = joined_values(source, _names(adapter))
+        values = joined_values(source, ours.tensors)
         for key in ("session", "optimizers", "schedulers", "state"):
             if not isinstance(values.get(key), dict):
                 raise CheckpointMismatch(
@@ -321,7 +325,7 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         known = [
             t.fqn for t in catalogue.tensors if t.fqn not in wanted and (t.fqn in beside or t.fqn in built)
         ]
-        strange = sorted(extra_states(values) - _extra_states(adapter) - set(built))
+        strange = sorted(extra_states(values) - ours.extra - set(built))
         report = load_into(source, targets, known=known, unexpected=strange)
         for healed in report.healed:
             log.warning("holdfast: %s (another copy was used)", healed)
@@ -331,15 +335,17 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         return Resumed(path, report.step, session, load_locals(source, adapter.rank))
 
 
-def _names(adapter: Adapter) -> frozenset[str]:
-    """The model's tensors on this rank."""
+class _Built(NamedTuple):
+    """Names of what the model on this rank is made of."""
+
+    tensors: frozenset[str]
+    extra: frozenset[str]  # extra state of modules, under all of its names
+
+
+def _built(adapter: Adapter) -> _Built:
     collected = adapter.collect()
     names = frozenset(meta.fqn for meta in collected.layout(adapter.rank, adapter.world_size).tensors)
-    return names - beside_the_model(names, collected.values)
-
-
-def _extra_states(adapter: Adapter) -> frozenset[str]:
-    """Extra state of the modules on this rank, under all of its names."""
-    values = adapter.collect().values
-    own = extra_states(values)
-    return own | {alias for alias, fqn in values.get("aliases", {}).items() if fqn in own}
+    values = collected.values
+    extra = extra_states(values)
+    aliases = {alias for alias, fqn in values.get("aliases", {}).items() if fqn in extra}
+    return _Built(names - beside_the_model(names, values), frozenset(extra | aliases))

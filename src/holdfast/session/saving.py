@@ -96,9 +96,7 @@ class Saver:
         self.root = root
         self._saved: tuple[Generation, int] | None = None
         self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
-        self._wrecks: list[
-            SaveId
-        ] = []  # saves whose share could not be written; others may still be at theirs
+        self._wrecks: list[SaveId] = []  # this rank could not write its share; others may still be at theirs
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -200,10 +198,12 @@ class Saver:
     def publish(self, collected: Collected | None = None) -> None:
         """Tell all what this rank holds, when that has changed."""
         if collected is None:
-            if self._adapter.state_size() == self._size:
+            size = self._adapter.state_size()
+            if size == self._size:
                 return
-            collected = self._adapter.collect()
-        self._size = self._adapter.state_size()
+            collected, self._size = self._adapter.collect(), size
+        else:
+            self._size = -1  # that of another moment: looked at again when the next step has ended
         layout = collected.layout(self._adapter.rank, self._adapter.world_size).encode()
         if layout != self._published:
             self._version += 1
@@ -286,9 +286,9 @@ class Saver:
             written = write_share(
                 root, save_id, catalogue, made, rank, collected, values, own, threads=threads
             )
-        except HoldfastError as error:
+        except HoldfastError:
             self._all_wrote(False)  # the others wait for this share, and are at theirs no more
-            self._abandon(save_id, error)
+            self._abandon(save_id)
             raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
@@ -348,28 +348,28 @@ class Saver:
     def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
-        if isinstance(result, Written):
-            self._pace.measured(durable_s=result.duration_s)
-            if self.root is not None:
-                self._tidy(Root(self.root), save_id, result)
-        else:
+        if not isinstance(result, Written):
             self._unwritten = save_id.generation, save_id.step
-            self._abandon(save_id, result)
+            self._abandon(save_id)
+            return
+        self._pace.measured(durable_s=result.duration_s)
+        if result.sealed:
+            log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
+        self._tidy(prune=result.sealed)
 
-    def _abandon(self, save_id: SaveId, error: HoldfastError) -> None:
+    def _abandon(self, save_id: SaveId) -> None:
         """A save is of no use: this rank could not write its share."""
         self._wrecks.append(save_id)
-        if self.root is not None:
-            self._tidy(Root(self.root), save_id, error)
+        self._tidy(prune=False)
 
-    def _tidy(self, root: Root, save_id: SaveId, result: Written | HoldfastError) -> None:
+    def _tidy(self, *, prune: bool) -> None:
         """Remove what is of no use any more. What a full disk holds of a failed save would let the next fail, too."""
+        if self.root is None or not (prune or self._wrecks):
+            return
+        root = Root(self.root)
         try:
             self._wrecks = [wreck for wreck in self._wrecks if not root.discard(wreck)]
-            if isinstance(result, Written) and result.sealed:
-                log.info(
-                    "holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s
-                )
+            if prune:
                 root.prune(self._keep, lineage=self._lineage())
         except HoldfastError as error:
             log.warning("holdfast: old checkpoints stay: %s", error.message)
@@ -436,13 +436,10 @@ class Saver:
                 place_of(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
             )
         except HoldfastError as error:
-            self._report(order.save_id, error)
-            self._abandon(order.save_id, error)
+            self._done(order.save_id, error)
         except Exception as error:
-            failed = InternalError(f"the last-gasp failed: {type(error).__name__}: {error}")
             log.exception("holdfast: last-gasp")
-            self._report(order.save_id, failed)
-            self._abandon(order.save_id, failed)
+            self._done(order.save_id, InternalError(f"the last-gasp failed: {type(error).__name__}: {error}"))
         else:
             self._done(order.save_id, written)
 
@@ -493,6 +490,6 @@ class Saver:
             written = self._gasp(self.root, save_id, (self._adapter.rank,), alone, {}, frozen)
         except (StateError, StoreWriteError) as error:
             log.error("holdfast: step %d was not saved: %s", save_id.step, error)
-            self._abandon(save_id, error)
+            self._abandon(save_id)
         else:
             self._done(save_id, written)

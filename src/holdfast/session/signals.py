@@ -98,13 +98,10 @@ class ExitWatch:
             before(number, frame)
 
     def _watch(self) -> None:
-        poller = select.poll()  # no select(): a script may have more than 1024 files open
-        for fd in (self._quit_read, self._read):
-            if fd >= 0:
-                poller.register(fd, select.POLLIN)
+        descriptors = [fd for fd in (self._quit_read, self._read) if fd >= 0]
         while True:
-            looks = self._file is not None or self._deadline_s is not None
-            ready = [fd for fd, _ in poller.poll(1000 * FILE_INTERVAL_S if looks else None)]
+            timeout_s = FILE_INTERVAL_S if self._file is not None or self._deadline_s is not None else None
+            ready, _, _ = select.select(descriptors, [], [], timeout_s)
             if self._quit_read in ready:
                 return
             if self._read in ready:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,7 +17,16 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store import manifest as form
 from holdfast.store.base import Closes, Put
 from holdfast.store.direct import DirectFile
-from holdfast.store.files import Directory, make_root, read_at, reading, sync_directory, write_at, writing
+from holdfast.store.files import (
+    Directory,
+    make_root,
+    new_owner,
+    read_at,
+    reading,
+    sync_directory,
+    write_at,
+    writing,
+)
 from holdfast.store.mapped import Mapped
 
 THREADS_MAX = 4
@@ -149,7 +157,7 @@ class LocalStore:
     def probe(self) -> None:
         """As :meth:`Store.probe`."""
         # Ranks of several hosts try it at once in a directory that they share: a name of its own for each.
-        probe = self.path / f".probe-{secrets.token_hex(8)}"
+        probe = self.path / new_owner(".probe")
         with writing(self.path):
             make_root(self.path)
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

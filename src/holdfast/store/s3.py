@@ -25,7 +25,7 @@ from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 from holdfast.store import manifest as form
 from holdfast.store.base import Closes, Put, read_whole
 from holdfast.store.bucket import Bucket, Entry
-from holdfast.store.files import checked_name
+from holdfast.store.files import checked_name, new_owner
 from holdfast.store.place import Url
 
 LEASE_RENEW_S = 600.0
@@ -234,7 +234,7 @@ class S3Store:
 
     def probe(self) -> None:
         """As :meth:`Store.probe`: also whether creating is refused when there is something."""
-        key = f".probe-{secrets.token_hex(8)}"
+        key = new_owner(".probe")
         if not self._bucket.create(key, b""):
             raise StoreError(f"{self.path / key} exists: nobody else should know this name")
         again = self._bucket.create(key, b"")

@@ -217,6 +217,7 @@ class OptimizerState:
         self._names = {id(p): fqn for fqn, p in parameters.items()}
         self._built = len(optimizer.param_groups)  # by the script; further ones are added while it trains
         self._members(self._built)
+        self._checked = self._built
 
     def size(self) -> int:
         """Number of state entries: grows when the optimizer makes state, which is at its first update."""
@@ -228,8 +229,10 @@ class OptimizerState:
         Raises:
             StateError: a group that was added since is of no parameters of the model.
         """
-        if len(self.optimizer.param_groups) != self._built:
-            self._members(len(self.optimizer.param_groups))
+        count = len(self.optimizer.param_groups)
+        if count != self._checked:
+            self._members(count)
+            self._checked = count
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -8,15 +8,14 @@ not restored: a step starts without any. Random generators need no copy (``rng.p
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.optim import Undo, clone, parameters_of
-from holdfast.adapters.torch.state import Copies, TorchState
-from holdfast.adapters.values import split
+from holdfast.adapters.torch.state import Copies, TorchState, arrays_in
 
 SMALL_NUMEL = 65536
 """Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
@@ -54,7 +53,7 @@ class Snapshot:
         self._plain = {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in state.schedulers.items()}
         if state.scaler is not None:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
-            self._scaler = {key: _cloned(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
+            self._scaler = {key: clone(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
         self._extras = clone(state.plain_extras())
         self._take_objects()
         self.undo.clear()
@@ -64,6 +63,8 @@ class Snapshot:
         self._objects = {}
         for name, item in self._state.objects().items():
             if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__") or id(item) in self._uncopied:
+                continue
+            if getattr(item, "shows_committed_steps", False):
                 continue
             value = item.state_dict()
             if _numel(value) > SMALL_NUMEL:
@@ -112,7 +113,7 @@ class Snapshot:
         for name, scheduler in state.schedulers.items():
             scheduler.load_state_dict(copy.deepcopy(self._plain[f"scheduler.{name}"]))
         for key, saved_tensor in self._scaler.items():
-            setattr(state.scaler, key, _cloned(saved_tensor))
+            setattr(state.scaler, key, clone(saved_tensor))
         self._restore_extras()
         self.drop_gradients()
 
@@ -142,20 +143,7 @@ class Snapshot:
 
 def _numel(value: Any) -> int:
     """Number of elements of all tensors and arrays in it."""
-    sizes: list[int] = []
-
-    def count(leaf: Any, path: str) -> bool | None:
-        if not isinstance(leaf, torch.Tensor | np.ndarray):
-            return None
-        sizes.append(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size)
-        return True
-
-    split(value, "state", count)
-    return sum(sizes)
-
-
-def _cloned(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else value.detach().clone()
+    return sum(math.prod(array.shape) for _, array in arrays_in(value, "state"))
 
 
 def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:

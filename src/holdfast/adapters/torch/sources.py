@@ -22,7 +22,7 @@ from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, re
 from holdfast.adapters.torch.keys import restore_keys
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.codec import StoredTensor, decode_header, header_size_bytes
-from holdfast.store.files import reading, writing
+from holdfast.store.files import make_root, reading, writing
 
 KINDS = "a torch.save file, a torch DCP directory, or a .safetensors file of weights"
 SAFETENSORS = ".safetensors"
@@ -66,7 +66,7 @@ def _directory(source: Path, scratch: Path) -> dict[str, Any]:
             hint=f"name {KINDS}",
         )
     with writing(scratch):
-        scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_root(scratch)
     return restore_keys(read_dcp(source, scratch), str(source))
 
 

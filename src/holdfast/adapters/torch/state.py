@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ from holdfast.store.values import encode_values
 
 log = logging.getLogger("holdfast")
 
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
@@ -67,9 +70,25 @@ class Copies(NamedTuple):
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[
         str, Any
-    ]  # "scheduler.<name>" or "scaler" -> state dict; extra state of modules by its name
+    ]  # "scheduler.<name>" or "scaler" -> state dict; a module's extra state by its name
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
     undo: Undo
+
+
+def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """All tensors and arrays in it, with their key paths; asked at each step, so it builds nothing else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple | deque):
+        items = enumerate(value)
+    else:
+        return
+    for key, item in items:
+        if type(item) not in _PLAIN:
+            yield from arrays_in(item, f"{path}.{key}")
 
 
 class Collected:
@@ -197,16 +216,10 @@ class TorchState:
     def size(self) -> int:
         """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""
         forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
-
-        def note(value: Any, path: str) -> bool | None:
-            if not isinstance(value, torch.Tensor | np.ndarray):
-                return None
-            forms.append((path, tuple(value.shape), value.dtype))
-            return True
-
         for name, item in self.extras.items():
             if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
-                split(self._extra(name, item, None), name, note)
+                for path, array in arrays_in(self._extra(name, item, None), name):
+                    forms.append((path, tuple(array.shape), array.dtype))
         return hash(tuple(forms))
 
     def collect(self, copies: Copies | None = None) -> Collected:
