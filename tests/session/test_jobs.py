@@ -137,6 +137,15 @@ def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Re
     assert second.digests == bare("hsdp").digests
 
 
+def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+    """Its own attempts: the second one goes on from the last-gasp of the first."""
+    arguments = ("--layout", "hsdp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "0@5")
+    got = start("torchrun", tmp_path, *arguments, flags=("--standalone", "--max-restarts", "2"))
+    assert got.code == 0, got.output
+    assert "resumed at step 5" in got.output
+    assert got.digests == bare("hsdp").digests
+
+
 def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     root = tmp_path / "ckpts"
     arguments = ("--layout", "ddp", "--checkpoint", str(root), "--die", "0@5")

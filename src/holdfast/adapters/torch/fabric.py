@@ -121,6 +121,7 @@ class Fabric:
         self.collectives = 0
         self.flight: Flight | None = None  # of a process with a status page, from its first group on
         self.generation = NO_GENERATION
+        self.start = ""  # of the ranks, where torch's store carries the groups: see rendezvous.agree_on_start
         self._lock = threading.RLock()
         self.epoch = 0  # grows with every reconfigure: a late error of an older epoch is no news
         self._poisonings = 0

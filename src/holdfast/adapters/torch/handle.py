@@ -66,8 +66,12 @@ class ReconfigurableGroup(dist.ProcessGroup):
         if stand_in is not None and not stand_in.called:
             self.rank = lambda: self._asked(stand_in)  # type: ignore[method-assign]
         fabric.add(self)
-        if not fabric.looped:
-            self.inner = self._build(spec, fabric.generation, spec.timeout)
+        if fabric.looped:
+            return
+        if not spec.order[0] and spec.world_size > 1 and self.replaceable():
+            hello = PrefixStore("holdfast/", store)
+            fabric.start = rendezvous.agree_on_start(hello, spec.rank, spec.world_size, spec.timeout)
+        self.inner = self._build(spec, fabric.generation, spec.timeout)
 
     # ------------------------------------------------------------------ generations
 
@@ -138,7 +142,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         """Keys of one generation of a group."""
         client = rendezvous.control_client()
         if client is None or self.replaceable():
-            return PrefixStore(f"holdfast/{name}/", self._store)
+            return PrefixStore(f"holdfast/{self._fabric.start}/{name}/", self._store)
         store = rendezvous.ControlStore(client, f"g{generation}/{name}/", self._fabric.stopped())
         store.set_timeout(limit)
         return store

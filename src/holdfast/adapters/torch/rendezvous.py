@@ -8,6 +8,7 @@ is special. Without a client torch's own rendezvous is used, and groups cannot b
 from __future__ import annotations
 
 import importlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,6 +28,8 @@ from holdfast.runtime.flight import Flight
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
 """Longest time that a blocking key wait ignores a fault."""
+
+POLL_S = 0.005
 
 _SCHEME = "env"
 _kept: list[Store] = []  # torch keeps the C++ half only; its methods end with the Python half
@@ -160,6 +163,42 @@ class ControlStore(Store):
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name for this start of the ranks: none before it has used the name in this store. Called by all of them.
+
+    torchrun's agent keeps one store for all attempts, and in it the addresses of the dead; how often it has started the
+    workers is another number on a node that came later. So rank 0 draws a name and gives it to every hello under a key
+    that only the sender knows of; a hello of the dead is answered as well, and nobody reads the answer.
+
+    Raises:
+        GroupError: not all ranks came within ``timeout``.
+    """
+    own = secrets.token_hex(8)
+    store.set(f"hello/{rank}", own)
+    if rank != 0:
+        try:
+            store.wait([f"start/{own}"], timeout)
+        except dist.DistStoreError as error:
+            raise GroupError(f"rank 0 did not come within {timeout.total_seconds():g} s: {error}") from error
+        name = store.get(f"start/{own}").decode()
+        store.add(f"came/{name}", 1)
+        return name
+    deadline = time.monotonic() + timeout.total_seconds()
+    answered: dict[int, bytes] = {}
+    while (came := store.add(f"came/{own}", 0)) < world_size - 1:
+        if time.monotonic() > deadline:
+            raise GroupError(
+                f"{world_size - 1 - came} of {world_size} ranks did not come within {timeout.total_seconds():g} s"
+            )
+        for peer in range(1, world_size):
+            hello = store.get(f"hello/{peer}") if store.check([f"hello/{peer}"]) else b""
+            if hello != answered.get(peer, b""):
+                answered[peer] = hello
+                store.set(f"start/{hello.decode()}", own)
+        time.sleep(POLL_S)
+    return own
 
 
 def install_rendezvous() -> None:

@@ -1,0 +1,39 @@
+"""A script under torchrun's own agent, with groups of Holdfast and no session: its first two attempts end by SIGKILL.
+
+In each later attempt one rank comes late: what its peer finds in torchrun's store before is of the dead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+import holdfast.adapters.torch.groups as groups
+
+LATE_S = 1.0
+
+
+def main() -> None:
+    """Sum over both ranks, in the default group and in one of its own."""
+    life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    if life and rank == life % 2:
+        time.sleep(LATE_S)
+    assert groups.installed()
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=pair)
+    if life < 2 and rank == life:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    print(f"rank {rank} of attempt {life}: {total.item():g}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
