@@ -93,6 +93,36 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
     assert found == stops, verdict
 
 
+@pytest.mark.parametrize(
+    ("stood", "changes", "stops"),
+    [
+        (20, {}, True),
+        (20, {"between": False}, False),
+        (19, {}, False),  # a step went well since the last recovery
+        (20, {"digest": "d2"}, False),
+        (20, {"attempt": 0}, False),
+    ],
+)
+def test_an_exception_between_two_steps_that_is_back_at_the_first_chance_is_a_bug(
+    stood: int, changes: dict[str, Any], stops: bool
+) -> None:
+    history = (Answered(at_s=0.0, action="replace", step=stood, failures=(("d0", 20, 0), ("d1", 20, 0))),)
+    failure = msgspec.structs.replace(FAILURE, step=21, **{"between": True, **changes})
+    verdict = judge(1.0, situation(step=21, failures=(failure,)), history, CONFIG)
+    assert (verdict.action == "stop_user_bug") == stops, verdict
+    assert ("the same exception at steps 20, 21" in verdict.reason) == stops
+
+
+def test_of_several_exceptions_each_may_be_the_one_that_came_before() -> None:
+    history = [
+        Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20, 0), ("d2", 20, 0)))
+    ]
+    other = msgspec.structs.replace(FAILURE, digest="d3")
+    again = msgspec.structs.replace(FAILURE, digest="d2")
+    assert judge(1.0, situation(failures=(other, again)), history, CONFIG).action == "stop_user_bug"
+    assert judge(1.0, situation(failures=(other,)), history, CONFIG).action == "restart_last_gasp"
+
+
 def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
     history = [Answered(at_s=0.0, action="restart_last_gasp", step=20, failures=(("d1", 20, 0),))]
     verdict = judge(1.0, situation(failures=(FAILURE,), base_step=20), history, CONFIG)

@@ -1,9 +1,10 @@
 """A small training whose script falls, or whose ranks do, in ways that leave the loop; one digest file per rank.
 
 ``python fallen_job.py --what WHAT --layout ddp|hsdp --result DIR``: ``raise`` (every rank raises at step 5, once),
-``always`` (in every life), ``metric`` (rank 1 is killed while the others are in a collective between two steps),
-``spoil`` (before the last step the checkpoint directory becomes a file, so nothing can be saved any more), ``leave``
-(asked to exit; when all is saved, rank 1 is killed in what the script does after its loop).
+``always`` (in every life), ``check`` (every rank raises after the block of step 5, and after each one that follows, in
+every life), ``metric`` (rank 1 is killed while the others are in a collective between two steps), ``spoil`` (before the
+last step the checkpoint directory becomes a file, so nothing can be saved any more), ``leave`` (asked to exit; when all
+is saved, rank 1 is killed in what the script does after its loop).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def main() -> None:
                     place.write_text("in the way")
                 optimizer.step()
                 optimizer.zero_grad()
+            if given.what == "check" and step.committed and step.number >= AT:
+                raise ValueError(f"after step {step.number} the loss of rank {rank} is {loss.item()}")
             if given.what == "metric":
                 if step.number == AT and rank == 1 and first:
                     mark.touch()

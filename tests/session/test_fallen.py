@@ -49,8 +49,18 @@ def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) ->
     done, _ = run(tmp_path / "job", "always", "ddp", "--keep", "1")
     assert done.returncode == Exit.FAILED, done.stdout
     assert "the same exception at step 5 twice: ValueError: nan" in done.stdout
+    assert len(events(tmp_path / "job", "generation_started")) == 2, done.stdout
     left = [found.step for found in Root(tmp_path / "job" / "ckpt").list()]
     assert left == [5], "what was done before is saved, and counts as the one that is kept"
+
+
+def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: Path) -> None:
+    """No restart runs that code again at the same step: it is the same one after the next step, numbers apart."""
+    done, _ = run(tmp_path / "job", "check")
+    assert done.returncode == Exit.FAILED, done.stdout
+    assert "the same exception at steps 6, 7: ValueError: after step 6 the loss of rank" in done.stdout
+    assert len(events(tmp_path / "job", "generation_started")) == 2, done.stdout
+    assert max(found.step for found in Root(tmp_path / "job" / "ckpt").list()) == 7, "what was done is saved"
 
 
 @pytest.mark.parametrize("save_every", ["1000", str(STEPS)])

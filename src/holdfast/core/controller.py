@@ -236,6 +236,7 @@ class Controller:
             digest=event.digest,
             attempt=len(job.answered),
             user_error=event.user_error,
+            between=event.between,
         )
         self.recovery.member_fault(now, member, "exception", f"{event.kind}: {event.what}", failure)
 

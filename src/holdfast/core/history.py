@@ -121,9 +121,12 @@ def _planned(past: Past, data: Data) -> Changes:
 def _verdict(past: Past, data: Data) -> Changes:
     if not data.get("counts", True):
         return {}
-    digest, at_s = data["digest"], data["at_s"]
+    at_s = data["at_s"]
     assert isinstance(at_s, int | float), data
-    failures = ((str(digest), _int(data, "failed_step"), _int(data, "attempt")),) if digest else ()
+    columns = (_list(data, "digests"), _list(data, "failed_steps"), _list(data, "occurrences"))
+    failures = tuple(
+        (digest, int(step), int(attempt)) for digest, step, attempt in zip(*columns, strict=True)
+    )
     answered = Answered(at_s=at_s, action=str(data["action"]), step=_int(data, "step"), failures=failures)
     return {"answered": (*past.answered, answered)}
 

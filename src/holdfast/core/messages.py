@@ -87,6 +87,7 @@ class WorkerFailed(Message, frozen=True):
     digest: str
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
     stays: bool = False  # its session keeps the process, and the state in it, until it is told to go
+    between: bool = False  # two steps: no restart runs that code again at the same step
 
 
 class Settled(Message, frozen=True):

@@ -75,6 +75,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     attempt: int = 0  # recoveries before it: failures of one attempt are one occurrence
     user_error: bool = False
+    between: bool = False  # of two steps
+
+    @property
+    def mark(self) -> tuple[str, int, int]:
+        """What the history keeps of it."""
+        return self.digest, self.step, self.attempt
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +89,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     action: str
     step: int
-    failures: tuple[tuple[str, int, int], ...] = ()  # (digest, step, attempt)
+    failures: tuple[tuple[str, int, int], ...] = ()  # ``Failure.mark`` of each
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +156,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
                 reason=f"the same {what} at step {failure.step} twice: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
-        if steps := _again_and_again(failure, history):
+        if steps := _at_the_next_step(failure, history) or _again_and_again(failure, history):
             return Verdict(
                 action="stop_user_bug",
                 reason=f"the same {what} at steps {', '.join(map(str, steps))}: {error}",
@@ -159,12 +165,23 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
     return None
 
 
-def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Steps of an exception that came in every one of the last recoveries, a step or two apart.
+def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
+    """Steps of an exception that the last recovery answered, and that is back at the first chance it had.
 
-    Code between two steps is not run again by a restart: what it finds wrong (a loss that is not finite) comes back at
-    the next step.
+    A restart does not run code between two steps again at the same step: what was wrong there comes back after one.
     """
+    if not failure.between or not history or failure.step > history[-1].step + 1:
+        return []
+    before = [
+        step
+        for digest, step, attempt in history[-1].failures
+        if digest == failure.digest and attempt != failure.attempt
+    ]
+    return [max(before), failure.step] if before else []
+
+
+def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
+    """Steps of an exception that came in every one of the last recoveries, a step or two apart."""
     before = [
         [step for digest, step, _ in answered.failures if digest == failure.digest]
         for answered in history[1 - SAME_IN_A_ROW :]

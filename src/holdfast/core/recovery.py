@@ -384,7 +384,6 @@ class Recovery:
             verdict = judge(now, situation, job.answered, job.config)
         else:
             verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
-        failure = situation.failures[0] if situation.failures else None
         self._pass("planned", now)
         job.record(
             "planned",
@@ -406,12 +405,12 @@ class Recovery:
             memory_step=verdict.memory_step,
             counts=verdict.counts,
             at_s=now,
-            digest=failure.digest if failure else "",
-            failed_step=failure.step if failure else 0,
-            attempt=failure.attempt if failure else 0,
+            digests=[failure.digest for failure in situation.failures],
+            failed_steps=[failure.step for failure in situation.failures],
+            occurrences=[failure.attempt for failure in situation.failures],
         )
-        failures = ((failure.digest, failure.step, failure.attempt),) if failure else ()
         if verdict.counts:
+            failures = tuple(failure.mark for failure in situation.failures)
             job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
         self._act(now, verdict, decided)
 

@@ -26,6 +26,8 @@ CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 OWN_DOING = frozenset({"exception", "hang", "silent", "corruption"})
 """Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
 
+FAILURES_MAX = 16
+
 
 class Survey:
     """Part of :class:`~holdfast.core.recovery.Recovery`, with which everything is shared."""
@@ -156,9 +158,11 @@ def _cause_of(fault: Fault, members: Sequence[Member]) -> str:
 
 
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
-    """The exception that caused this, unless a death came first or it is what a lost peer causes."""
+    """The exceptions that caused this, unless a death came first or they are what a lost peer causes; of several ranks
+    that raised the same, the first."""
     found = [f for f in faults if "planned" not in f.passed]
     if any(f.kind not in OWN_DOING for f in found):
         return ()
     causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
-    return tuple(causes[:1])
+    distinct = {(failure.digest, failure.step): failure for failure in reversed(causes)}
+    return tuple(sorted(distinct.values(), key=causes.index))[:FAILURES_MAX]

@@ -22,7 +22,7 @@ from holdfast.errors import StoreError, UserError
 from holdfast.runtime.client import Client
 from holdfast.runtime.rundir import write_private
 
-ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def show(error: BaseException) -> None:
@@ -31,12 +31,15 @@ def show(error: BaseException) -> None:
     _write_error_file(f"{type(error).__name__}: {str(error)[:TEXT_SIZE_MAX]}", _text(error))
 
 
-def tell(client: Client, error: BaseException, what: str = "", *, stays: bool = False) -> bool:
+def tell(
+    client: Client, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
+) -> bool:
     """Tell the controller that user code ends this process, once. Returns True for an error that the user has to fix.
 
     Args:
         what: in place of the exception's own text.
         stays: the process waits until it is told to go.
+        between: it was raised between two steps.
     """
     user_error = isinstance(error, UserError | StoreError)
     if client.failed is not error:
@@ -52,16 +55,18 @@ def tell(client: Client, error: BaseException, what: str = "", *, stays: bool = 
                 digest=digest(error),
                 user_error=user_error,
                 stays=stays,
+                between=between,
             )
         )
     return user_error
 
 
 def digest(error: BaseException) -> str:
-    """Identity of an exception: type, text without addresses, and the place that raised it."""
+    """Identity of an exception: type, place that raised it, and text without the numbers in it: they are those of a
+    rank, a step or an address."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
-    text = f"{type(error).__qualname__}|{ADDRESS.sub('0x', str(error))}|{place}"
+    text = f"{type(error).__qualname__}|{NUMBER.sub('0', str(error))}|{place}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

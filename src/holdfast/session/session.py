@@ -557,7 +557,7 @@ class Session:
             leave_process(order.code)
 
         client.on(Leave, leave)
-        tell(client, error, stays=True)
+        tell(client, error, stays=True, between=self._rank.state == "ready")
         self._rank.await_word(STAY_S)
 
     def _finish(self) -> None:
