@@ -106,11 +106,13 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
 def test_an_exception_between_two_steps_that_is_back_at_the_first_chance_is_a_bug(
     stood: int, changes: dict[str, Any], stops: bool
 ) -> None:
-    history = (Answered(at_s=0.0, action="replace", step=stood, failures=(("d0", 20, 0), ("d1", 20, 0))),)
+    first = Answered(at_s=0.0, action="replace", step=stood, failures=(("d0", 20, 0), ("d1", 20, 0)))
+    fallen = Answered(at_s=0.0, action="restart_last_gasp", step=stood)  # who fell after it had answered
     failure = msgspec.structs.replace(FAILURE, step=21, **{"between": True, **changes})
-    verdict = judge(1.0, situation(step=21, failures=(failure,)), history, CONFIG)
-    assert (verdict.action == "stop_user_bug") == stops, verdict
-    assert ("the same exception at steps 20, 21" in verdict.reason) == stops
+    for history in ((first,), (first, fallen)):
+        verdict = judge(1.0, situation(step=21, failures=(failure,)), history, CONFIG)
+        assert (verdict.action == "stop_user_bug") == stops, verdict
+        assert ("the same exception at steps 20, 21" in verdict.reason) == stops
 
 
 def test_of_several_exceptions_each_may_be_the_one_that_came_before() -> None:

@@ -166,7 +166,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Steps of an exception that the last recovery answered, and that is back at the first chance it had.
+    """Steps of an exception that was answered where the job stood last, and that is back at the first chance it had.
 
     A restart does not run code between two steps again at the same step: what was wrong there comes back after one.
     """
@@ -174,8 +174,9 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
         return []
     before = [
         step
-        for digest, step, attempt in history[-1].failures
-        if digest == failure.digest and attempt != failure.attempt
+        for answered in history
+        for digest, step, attempt in answered.failures
+        if answered.step == history[-1].step and digest == failure.digest and attempt != failure.attempt
     ]
     return [max(before), failure.step] if before else []
 
