@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -142,3 +143,29 @@ def test_each_worker_writes_its_environment_and_versions_and_no_secret(tmp_path:
         )
         assert not any(f"no{k}" in line for k in range(1, 6) for line in lines) and starts[0].withheld >= 5
         assert all(path.stat().st_mode & 0o077 == 0 for path in run.dir.path.glob("attempt-*/*.env.jsonl"))
+
+
+ODD = """
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+raise {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (r"FileNotFoundError('/data/\udce9')", r"FileNotFoundError: /data/\udce9"),
+        ("Mute()", "Mute: (its text cannot be told: KeyError)"),
+    ],
+)
+def test_an_exception_with_an_odd_text_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str, told: str
+) -> None:
+    monkeypatch.setenv("NCCL_ODD", os.fsdecode(b"\xe9"))
+    with Run(tmp_path, ODD.format(raised), nproc=1) as run:
+        run.start()
+        assert run.wait() == 1
+        assert run.error_files()[0]["message"]["message"] == told
+        assert {event.data["what"] for event in run.events("detected")} == {told}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -56,6 +57,23 @@ def test_a_wake_up_pipe_of_others_that_is_full_hides_no_signal(full_pipe: int) -
     finally:
         here.watch.stop()
     assert signal.set_wakeup_fd(full_pipe) == full_pipe
+
+
+def test_a_script_with_many_open_files_is_heard() -> None:
+    """More than select() can look at."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    here = Watched()
+    here.watch.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until("told", lambda: here.asked == ["SIGTERM"])
+    finally:
+        here.watch.stop()
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_exit_file_that_cannot_be_read_is_warned_of_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def show(verdict: Verdict) -> None:
         return
     why = verdict.reason or (f"the disturbed run ended with code {verdict.code}" if verdict.code else "")
     console.print(Text(f"FAILED{': ' if why else ''}{why}", style="bold red"))
-    next_ = f"  log: {verdict.directory}.log\n  next: holdfast status {verdict.directory}"
+    next_ = f"  log: {verdict.directory}.log\n  next: holdfast status {shlex.quote(str(verdict.directory))}"
     console.print(Text("\n".join(filter(None, (next_, text(verdict.last_words))))), soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ Form, always on stderr::
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 import tempfile
@@ -26,6 +27,15 @@ from holdfast.errors import AuthError, HoldfastError, InternalError, StoreError,
 from holdfast.exits import Exit
 
 _LOG = "log: "
+_OF_THE_MACHINE = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask as the user whose file it is, or let this one read it"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room: df -h"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "ulimit -n 4096"),
+    **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "see what is used up: ulimit -a, free -m"),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EIO, errno.ESTALE), "see what is mounted there, and whether it answers"
+    ),
+}
 
 
 @contextmanager
@@ -81,14 +91,37 @@ def show(error: HoldfastError) -> Exit:
 
 def show_unexpected(error: BaseException) -> Exit:
     """Print an exception that nobody foresaw; its traceback goes to a private file that is named."""
-    fd, path = tempfile.mkstemp(prefix="holdfast-error-", suffix=".txt")
-    with os.fdopen(fd, "w") as file:
-        file.write(f"command: {sys.argv}\npython: {sys.version}\n\n")
-        traceback.print_exception(error, file=file)
     text = f"{type(error).__name__}: {error}"
     internal = InternalError(f"this is a defect of Holdfast: {text}", hint="report it with the file above")
-    internal.add_note(f"{_LOG}{path}")
+    try:
+        fd, path = tempfile.mkstemp(prefix="holdfast-error-", suffix=".txt")
+        with os.fdopen(fd, "w", errors="backslashreplace") as file:
+            file.write(f"command: {sys.argv}\npython: {sys.version}\n\n")
+            traceback.print_exception(error, file=file)
+    except OSError:  # no place for a file
+        traceback.print_exception(error)
+    else:
+        internal.add_note(f"{_LOG}{path}")
     return show(internal)
+
+
+def of_the_machine(error: OSError) -> UserError | None:
+    """What the machine refuses (no permission, no room, no descriptor left), None: that is a defect of ours."""
+    hint = _OF_THE_MACHINE.get(error.errno or 0)
+    if hint is None:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return UserError(f"{where}{error.strerror}", hint=hint)
+
+
+def working_directory() -> None:
+    """See that there is one. Raises: UsageError."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory cannot be used: {error.strerror}", hint="cd to a directory that exists"
+        ) from error
 
 
 def translate(error: click.ClickException) -> UsageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli.errors import logs_at
-from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.finite import Finite
 from holdfast.cli.view import Watch
 from holdfast.core.messages import ExitRun
@@ -25,19 +25,18 @@ from holdfast.runtime.launch import AgentLink
 def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None) -> int:
     """Ask RUN (an id, a path, or the newest) to save at the end of a step and leave with code 75."""
     directory, settings = find_run(run, run_dir)
+    name = name_of(directory.path)
     bound_s = settings.grace_s if grace_s is None else grace_s
     with logs_at(directory.path):
         view = Watch(directory, settings).poll()
         if view.state in ("ended", "lost"):
-            raise UserError(f"run {settings.run_id} is over", hint=f"holdfast status {settings.run_id}")
+            raise UserError(f"run {settings.run_id} is over", hint=f"holdfast status {name}")
         order = ExitRun(grace_s=bound_s, source="holdfast exit", cancel=cancel)
         answer = AgentLink(directory.path).request(order)
         if not answer.ok:
-            raise UserError(
-                f"run {settings.run_id} refused: {answer.detail}", hint=f"holdfast status {settings.run_id}"
-            )
+            raise UserError(f"run {settings.run_id} refused: {answer.detail}", hint=f"holdfast status {name}")
     click.echo(f"{settings.run_id}: {answer.detail}")
     if not cancel:
         click.echo("it saves at the end of a step and leaves with code 75")
-        click.echo(f"take it back: holdfast exit --cancel {run or settings.run_id}")
+        click.echo(f"take it back: holdfast exit --cancel {name}")
     return 0

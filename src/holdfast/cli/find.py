@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
     """
     path = _newest(Path(base)) if asked is None else _named(asked, Path(base))
     return RunDir(path), RunSettings.load(path)
+
+
+def name_of(run: Path) -> str:
+    """What another command has to be told here to mean this run, as a word of a shell.
+
+    Args:
+        run: its directory.
+    """
+    try:
+        default = run.parent.samefile(RUNS)
+    except OSError:  # there is none here
+        default = False
+    return shlex.quote(run.name if default else str(run))
 
 
 def runs_below(base: Path) -> list[Path]:

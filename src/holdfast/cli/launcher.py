@@ -11,24 +11,27 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from holdfast import journal
 from holdfast.cli.console import NAME, Screen
 from holdfast.cli.errors import logs_at, outcome, say
+from holdfast.cli.find import name_of
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import again, facts, fault_text, first_line, plural
 from holdfast.cli.tail import LogTail
 from holdfast.cli.view import FaultView, RunView, Watch, log_of
 from holdfast.core.messages import ExitRun, StopRun
-from holdfast.errors import HoldfastError, InternalError
+from holdfast.errors import HoldfastError, InternalError, UsageError
 from holdfast.exits import Exit
+from holdfast.runtime.aside import bring_checkpoints, put_aside
 from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.pids import stopped
 from holdfast.runtime.remains import remove_forgotten
-from holdfast.runtime.rundir import RunDir, last_lines, try_lock
+from holdfast.runtime.rundir import RunDir, last_lines
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
@@ -54,15 +57,42 @@ def launch(request: Request) -> int:
     """Run a job to its end and return the documented exit code.
 
     Raises:
-        UsageError: the run directory cannot be made.
+        UsageError: the run directory cannot be made, or the run goes on.
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
     remove_forgotten()
+    earlier = _make_room(run_dir)
     run_dir.create(request.token)
+    run_dir.hold_launch()  # before it is known as a run: another start of it looks
+    if earlier is not None:
+        goes_on = bring_checkpoints(run_dir, earlier)
+        note = f"the earlier start of this run is in {earlier}" + (
+            ", its checkpoints stay" if goes_on else ""
+        )
+        request = replace(request, notes=(*request.notes, note))
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         return Launcher(request, run_dir).run()
+
+
+def _make_room(run_dir: RunDir) -> Path | None:
+    """Put an earlier start of this run aside; returns where it is.
+
+    Raises:
+        UsageError: it goes on, or cannot be moved.
+    """
+
+    def waiting() -> None:
+        say(f"{NAME}run {run_dir.path.name} has lost its launcher: waiting until it has saved and left")
+
+    try:
+        return put_aside(run_dir, waiting)
+    except OSError as error:
+        raise UsageError(
+            f"cannot put the earlier start of {run_dir.path} aside: {error.strerror}",
+            hint="choose another --run-id, or remove the directory",
+        ) from error
 
 
 def answered(fault: FaultView, session: bool) -> str:
@@ -92,7 +122,6 @@ class Launcher:
         """Until the run is over."""
         with Screen(marked=len(self.request.shown_local_ranks) > 1) as screen, self._signals():
             self._open(screen)
-            try_lock(self.run_dir.launcher_lock)  # for as long as this process lives: its workers look
             self.run_dir.hold_pages()
             agent = start_agent(self.run_dir.path)
             view = self.watch.poll()
@@ -127,15 +156,17 @@ class Launcher:
 
     def _name(self) -> str:
         """What another command has to be told to mean this run."""
-        default = self.run_dir.path.parent.name == "runs" and self.run_dir.path.parent.parent.samefile(".")
-        return self.request.settings.run_id if default else str(self.run_dir.path)
+        return name_of(self.run_dir.path)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, _frame: FrameType | None) -> None:
             self._asked.append(signal.Signals(number))
 
-        before = {number: signal.signal(number, note) for number in self.request.signals}
+        numbers = set(self.request.signals)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: it shall outlive its terminal
+            numbers.discard(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield
         finally:

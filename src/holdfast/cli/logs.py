@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
 from holdfast.cli.view import Watch
 from holdfast.errors import UsageError
@@ -36,7 +36,7 @@ def logs(
     ranks = settings.nproc * settings.nnodes
     if rank is not None and not 0 <= rank < ranks:
         raise UsageError(f"run {settings.run_id} has ranks 0 to {ranks - 1}, not {rank}",
-                         hint="holdfast status")  # fmt: skip
+                         hint=f"holdfast status {name_of(directory.path)}")  # fmt: skip
     _check_attempt(watch, attempt, follow)
     if rank is not None:
         _check_place(watch, rank, attempt)
@@ -61,7 +61,7 @@ def _check_attempt(watch: Watch, attempt: int | None, follow: bool) -> None:
         raise UsageError(
             f"run {watch.settings.run_id} has no attempt {attempt} "
             f"({f'there are {known[0]} to {known[-1]}' if known else 'no worker was started yet'})",
-            hint="holdfast logs --paths",
+            hint=f"holdfast logs {name_of(watch.directory.path)} --paths",
         )
 
 
@@ -85,7 +85,8 @@ def _check_place(watch: Watch, rank: int, attempt: int | None) -> None:
         )
     if attempt is not None and places and not nodes:
         raise UsageError(
-            f"attempt {attempt} had no rank {rank}: it was of fewer nodes", hint="holdfast logs --paths"
+            f"attempt {attempt} had no rank {rank}: it was of fewer nodes",
+            hint=f"holdfast logs {name_of(watch.directory.path)} --paths",
         )
 
 

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 import click
 
-from holdfast.cli.errors import closest, show, show_unexpected, translate
+from holdfast.cli.errors import (
+    closest,
+    of_the_machine,
+    show,
+    show_unexpected,
+    translate,
+    working_directory,
+)
 from holdfast.cli.output import OutputLost, flush, watch
 from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
@@ -93,6 +100,7 @@ def answer(argv: Sequence[str] | None = None) -> int:
 def _answer(args: list[str]) -> int:
     """As :func:`answer`. Raises: OutputLost."""
     try:
+        working_directory()
         code = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
     except click.ClickException as error:
         return show(translate(error))
@@ -102,6 +110,9 @@ def _answer(args: list[str]) -> int:
         return Exit.INTERRUPTED
     except OutputLost:
         raise
+    except OSError as error:
+        refused = of_the_machine(error)
+        return show_unexpected(error) if refused is None else show(refused)
     except Exception as error:
         return show_unexpected(error)
     return code if isinstance(code, int) else Exit.OK

@@ -8,6 +8,7 @@ code of ours. So the error is met below them: the process writes through a raw s
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Any, TextIO
 
@@ -55,7 +56,17 @@ class _Raw(io.FileIO):
 
 
 def watch() -> None:
-    """Write through streams that tell a lost output; of a lost stderr nobody can be told."""
+    """Write through streams that tell a lost output; of a lost stderr nobody can be told.
+
+    What was closed (``>&-``) is the null device, else the next file that is opened would be taken for it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
     sys.stdout, sys.stderr = _watched(sys.stdout, silent=False), _watched(sys.stderr, silent=True)
 
 
@@ -66,7 +77,7 @@ def _watched(stream: TextIO, *, silent: bool) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(_Raw(stream.fileno(), silent=silent)),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # what a rank prints, or a name of a file, may be in no encoding of this terminal
         line_buffering=stream.line_buffering or stream.write_through,
     )
 
@@ -74,5 +85,4 @@ def _watched(stream: TextIO, *, silent: bool) -> TextIO:
 def flush() -> None:
     """Have everything out while an error can still be told. Raises: OutputLost."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # the descriptor was closed
-            stream.flush()
+        stream.flush()

@@ -5,6 +5,7 @@ Deterministic: the same log gives the same report, so a run of last year can be 
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ class Casebook:
         which = f"--rank {fault.rank} --attempt {fault.attempt}"
         here = log_of(fault, self._run, self._settings) is not None
         logs = (
-            f"holdfast logs {self._run.path} {which}"
+            f"holdfast logs {shlex.quote(str(self._run.path))} {which}"
             if here
             else f"on {fault.node}: holdfast logs RUN {which}"
         )

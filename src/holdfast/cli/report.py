@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 import msgspec
 
 from holdfast import journal
-from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.postmortem import Report, reports_of, text
 from holdfast.cli.status import first_line
 from holdfast.cli.view import RunView, Watch
@@ -26,7 +28,7 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
     watch = Watch(directory, settings)
     events = journal.read(directory.journal).events
     found = reports_of(directory, settings, events)
-    chosen = found if fault is None else [_named(found, fault, settings.run_id)]
+    chosen = found if fault is None else [_named(found, fault, directory.path)]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen), indent=2))
     elif not chosen:
@@ -47,10 +49,10 @@ def _ended(view: RunView) -> str:
     )
 
 
-def _named(found: list[Report], fault: str, run_id: str) -> Report:
+def _named(found: list[Report], fault: str, run: Path) -> Report:
     number = fault.upper().removeprefix("F").lstrip("0") or "0"
     for each in found:
         if each.name.removeprefix("F").lstrip("0") == number:
             return each
     known = f"there are {found[0].name} to {found[-1].name}" if found else "it had none"
-    raise UsageError(f"run {run_id} has no fault {fault}: {known}", hint=f"holdfast report {run_id}")
+    raise UsageError(f"run {run.name} has no fault {fault}: {known}", hint=f"holdfast report {name_of(run)}")

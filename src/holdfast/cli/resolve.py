@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
@@ -73,6 +73,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     values, given, rank_table, device_ids, told = place(values, given)
     nodes = _nodes(values, given)
     kind = _kind(values)
+    _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
     target = _target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
     _refuse_too_many(nodes, nproc)
@@ -143,6 +144,17 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
     if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
         notes.append("--rdzv-endpoint has no effect: one node meets nobody")
     return tuple(notes)
+
+
+def _refuse_other_bytes(words: Iterable[str]) -> None:
+    """Settings and event log are UTF-8. Raises: UsageError."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"{word!a} is not UTF-8", hint="rename it, or link to it by another name"
+            ) from None
 
 
 class Nodes(NamedTuple):

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import click
 import msgspec
 
-from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.core.page import Word
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.evidence import find, where
@@ -46,7 +46,9 @@ def stacks(run: str | None, run_dir: str, rank: int | None, as_json: bool) -> in
     found = [each for each in look(directory) if rank is None or each.rank == rank]
     if not found:
         what = "no living worker here" if rank is None else f"no living worker here with rank {rank}"
-        raise UsageError(f"run {settings.run_id} has {what}", hint=f"holdfast status {settings.run_id}")
+        raise UsageError(
+            f"run {settings.run_id} has {what}", hint=f"holdfast status {name_of(directory.path)}"
+        )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
         return 0

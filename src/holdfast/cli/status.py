@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.console import table_console
-from holdfast.cli.find import find_run, run_argument
+from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
 from holdfast.core.page import Phase
@@ -195,7 +196,7 @@ def again(view: RunView) -> str:
     own = Path(view.directory) / "checkpoints"
     # The script named no directory, so a new run would look into its own, which is empty.
     start, good = (
-        (f"HOLDFAST_CHECKPOINT={own} and", "; for good: session(checkpoint=...)")
+        (f"HOLDFAST_CHECKPOINT={shlex.quote(str(own))} and", "; for good: session(checkpoint=...)")
         if own.is_dir()
         else ("start", "")
     )
@@ -216,10 +217,11 @@ def _fault_lines(fault: FaultView) -> list[Text]:
 
 
 def _next(view: RunView) -> str:
+    name = name_of(Path(view.directory))
     if view.state == "ended":
         if view.code in (Exit.REQUEUE, Exit.UNSAVED, Exit.INTERRUPTED):
             return again(view)
-        return f"holdfast logs {view.run_id}" + ("  (codes: docs/exit-codes.md)" if view.code else "")
+        return f"holdfast logs {name}" + ("  (codes: docs/exit-codes.md)" if view.code else "")
     if view.state == "lost":
         return f"no process of this run is left; {again(view)}"
-    return f"holdfast logs -f {view.run_id}   |   holdfast exit {view.run_id}"
+    return f"holdfast logs -f {name}   |   holdfast exit {name}"

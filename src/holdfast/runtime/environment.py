@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that may be written down, sorted."""
     return {
-        name: value[:VALUE_SIZE_MAX]
+        name: os.fsencode(value).decode(errors="replace")[:VALUE_SIZE_MAX]
         for name, value in sorted(environment.items())
         if (name in NAMES or name.startswith(PREFIXES))
         and SECRET.search(name) is None

@@ -28,7 +28,7 @@ NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 def show(error: BaseException) -> None:
     """Print the traceback, and write the error file that elastic launchers read."""
     sys.excepthook(type(error), error, error.__traceback__)
-    _write_error_file(f"{type(error).__name__}: {str(error)[:TEXT_SIZE_MAX]}", _text(error))
+    _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
 
 
 def tell(
@@ -50,7 +50,7 @@ def tell(
                 generation=client.generation,
                 step=client.page.state()[0],
                 kind=type(error).__name__,
-                what=what or str(error)[:TEXT_SIZE_MAX],
+                what=what or _words(error),
                 traceback=_text(error),
                 digest=digest(error),
                 user_error=user_error,
@@ -66,12 +66,25 @@ def digest(error: BaseException) -> str:
     rank, a step or an address."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
-    text = f"{type(error).__qualname__}|{NUMBER.sub('0', str(error))}|{place}"
+    text = f"{type(error).__qualname__}|{NUMBER.sub('0', _words(error))}|{place}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _words(error: BaseException) -> str:
+    """The text of an exception, also of one whose class cannot say it."""
+    try:
+        return _sendable(str(error))[:TEXT_SIZE_MAX]
+    except Exception as broken:
+        return f"(its text cannot be told: {type(broken).__name__})"
+
+
 def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-TEXT_SIZE_MAX:]
+    return _sendable("".join(traceback.format_exception(error)))[-TEXT_SIZE_MAX:]
+
+
+def _sendable(text: str) -> str:
+    """As UTF-8 has it: a name of a file may be of other bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _write_error_file(what: str, text: str) -> None:

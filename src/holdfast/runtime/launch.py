@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -60,7 +61,7 @@ class AgentLink:
             time.sleep(RETRY_S)
         raise FaultError(
             f"no agent of {self._run.path} answers: {reason}",
-            hint=f"holdfast status {self._run.path}",
+            hint=f"holdfast status {shlex.quote(str(self._run.path))}",
         )
 
     def _ask(self, host: str, port: int, token: bytes, message: WireMessage, deadline_s: float) -> Ack:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -97,7 +98,8 @@ def _key() -> str:
 
 
 def _start_agent(base: Path, pointer: Path, world_size: int) -> RunDir:
-    run_id = f"library-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    # In containers that share a directory the process numbers are equal, too.
+    run_id = f"library-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}"
     run = RunDir(base / run_id)
     run.create()
     RunSettings(

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -136,7 +137,6 @@ class RunDir:
         try:
             self.path.mkdir(mode=0o700, parents=True)
             write_private(self.token_file, token or secrets.token_hex(TOKEN_SIZE_BYTES).encode())
-            self.pages()
         except FileExistsError as error:
             raise UsageError(
                 f"run directory {self.path} exists already",
@@ -147,6 +147,18 @@ class RunDir:
                 f"cannot make the run directory {self.path}: {error.strerror}",
                 hint="choose a writable place with --run-dir",
             ) from error
+        try:
+            self.pages()
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UsageError(
+                f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
+                hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
+            ) from error
+
+    def hold_launch(self) -> None:
+        """As long as this process lives the run has a launcher: its workers look, and another start of the run does."""
+        try_lock(self.launcher_lock)
 
     def launcher_is_gone(self) -> bool:
         """The launcher of this run has ended or was killed: nobody starts a successor of its agent.
@@ -174,7 +186,11 @@ class RunDir:
             return self.pages_link.resolve()
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             target = Path(tempfile.mkdtemp(prefix=PAGES_PREFIX, dir=SHARED_MEMORY))
-            write_private(target / OWNER, str(self.path).encode())
+            try:
+                write_private(target / OWNER, os.fsencode(self.path))
+            except OSError:
+                target.rmdir()
+                raise
             self.pages_link.unlink(missing_ok=True)
             self.pages_link.symlink_to(target)
             return target

@@ -98,10 +98,13 @@ class ExitWatch:
             before(number, frame)
 
     def _watch(self) -> None:
-        descriptors = [fd for fd in (self._quit_read, self._read) if fd >= 0]
+        poller = select.poll()  # no select(): a script may have more than 1024 files open
+        for fd in (self._quit_read, self._read):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
         while True:
-            timeout_s = FILE_INTERVAL_S if self._file is not None or self._deadline_s is not None else None
-            ready, _, _ = select.select(descriptors, [], [], timeout_s)
+            looks = self._file is not None or self._deadline_s is not None
+            ready = [fd for fd, _ in poller.poll(1000 * FILE_INTERVAL_S if looks else None)]
             if self._quit_read in ready:
                 return
             if self._read in ready:

@@ -1,0 +1,52 @@
+"""The same ``--run-id`` again: what a scheduler does that requeues, and a user who follows the last line of a run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import Exit
+from tests.cli.command import Run
+from tests.cli.test_run import left_behind, script, start
+
+__all__ = ["script"]
+
+pytestmark = pytest.mark.processes
+
+
+def test_an_ended_start_is_put_aside_and_its_checkpoints_stay(holdfast: Run, tmp_path: Path) -> None:
+    args = ("run", "--run-id", "mine", "--log-dir", "logs", "train.py")
+    for word in ("first", "second", "third"):
+        result = holdfast(*args, word)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"rank 0 says ['{word}']\n", "nothing of an earlier start"
+        if word == "first":
+            (tmp_path / "runs/mine/checkpoints/step-1").mkdir(parents=True)
+    assert "runs/mine.2, its checkpoints stay" in result.stderr
+    assert (tmp_path / "runs/mine/checkpoints/step-1").is_dir()
+    assert not list(tmp_path.glob("runs/mine.*/checkpoints"))
+    for name, word in (("mine.1", "first"), ("mine.2", "second"), ("mine", "third")):
+        assert word in holdfast("logs", name).stdout
+    assert "third" in holdfast("logs").stdout, "the newest one"
+
+
+def test_one_that_lost_its_launcher_is_waited_for(holdfast: Run, tmp_path: Path) -> None:
+    first = start(tmp_path)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    result = holdfast("run", "--run-id", "mine", "train.py")
+    assert result.returncode == 0, result.stderr
+    assert '"code":76' in (tmp_path / "runs/mine.1/events.jsonl").read_text(), "it was let leave in order"
+    assert left_behind(tmp_path) == []
+
+
+def test_one_that_goes_on_is_left_alone(holdfast: Run, tmp_path: Path) -> None:
+    first = start(tmp_path)
+    result = holdfast("run", "--run-id", "mine", "train.py")
+    assert result.returncode == Exit.USAGE and "run mine goes on" in result.stderr
+    assert "next: holdfast exit" in result.stderr
+    first.send_signal(signal.SIGINT)
+    first.communicate()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]

@@ -1,0 +1,123 @@
+"""What a command finds around it: closed streams, odd names, a terminal that goes, a machine that refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.errors import of_the_machine
+from holdfast.cli.find import name_of
+from holdfast.exits import Exit
+from holdfast.runtime import rundir
+from holdfast.runtime.rundir import RunDir
+from tests.cli.command import HOLDFAST, Run, clean_environment
+from tests.cli.test_run import BOUND_S, left_behind, script
+from tests.cli.test_status import Made, swept
+from tests.runtime.runs import until
+
+__all__ = ["script", "swept"]
+
+pytestmark = pytest.mark.usefixtures("swept")
+
+
+def shell(tmp_path: Path, line: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of bash; ``$H`` is the command."""
+    environment = clean_environment({"H": HOLDFAST})
+    return subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True,
+                          timeout=BOUND_S, check=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_without_streams(tmp_path: Path, closed: str) -> None:
+    assert shell(tmp_path, f"$H run --run-id mine train.py {closed}").returncode == 0
+    log = (tmp_path / "runs/mine/attempt-000/rank-00000.log").read_text()
+    assert log == "rank 0 says []\n", "no other file took the number of a stream"
+
+
+def test_what_the_terminal_has_no_character_for(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("import sys; sys.stdout.buffer.write('schön █\\n'.encode())\n")
+    ended = shell(tmp_path, "PYTHONIOENCODING=latin-1 $H run odd.py")
+    assert (ended.returncode, ended.stdout) == (0, b"sch\xf6n \\u2588\n"), ended.stderr
+
+
+def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:
+    """Python starts with what it inherits: SIGHUP ignored."""
+    process = subprocess.Popen(
+        ["nohup", HOLDFAST, "run", "--run-id", "mine", "train.py", "wait"],
+        cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until("up", (tmp_path / "up-0").exists)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=BOUND_S)
+    assert "SIGTERM: leaving" in error and "SIGHUP" not in error
+    assert left_behind(tmp_path) == []
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    ended = shell(
+        tmp_path,
+        r"$H run train.py $'arg\xe9'; code=$?; mkdir $'d\xe9'; cd $'d\xe9'; $H run ../train.py; exit $code",
+    )
+    assert ended.returncode == Exit.USAGE
+    said = ended.stderr.decode().splitlines()
+    assert said[0] == r"error: 'arg\udce9' is not UTF-8" and said[2].endswith(r"d\udce9' is not UTF-8")
+
+
+def test_no_working_directory(tmp_path: Path) -> None:
+    ended = shell(tmp_path, "mkdir gone; cd gone; rmdir ../gone; $H status")
+    assert ended.returncode == Exit.USAGE and b"the working directory cannot be used" in ended.stderr
+
+
+def test_the_next_step_works_where_it_is_shown(
+    holdfast: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(tmp_path / "a b", "it")
+    made.start(0, 1)
+    made.end(0, "")
+    shown = holdfast("status", "it", "--run-dir", "a b/runs").stdout.splitlines()[-1]
+    command = shlex.split(shown.removeprefix("next: "))
+    assert command == ["holdfast", "logs", str(made.directory.path)]
+    assert holdfast(*command[1:]).returncode == 0
+    monkeypatch.chdir(tmp_path / "a b")
+    assert name_of(made.directory.path) == "it"
+
+
+def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    """No file may grow: as where nothing fits any more."""
+    run = RunDir(tmp_path / "run")
+    before = set(rundir.SHARED_MEMORY.glob(f"{rundir.PAGES_PREFIX}*"))
+    run.path.parent.mkdir(exist_ok=True)
+    code = (
+        "import resource, signal, sys; from holdfast.runtime.rundir import RunDir, write_private\n"
+        "from holdfast.runtime import rundir\n"
+        "def only_here(path, data, **more):\n"
+        "    if path.name == rundir.OWNER:\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "    return write_private(path, data, **more)\n"
+        "rundir.write_private = only_here\n"
+        "RunDir(sys.argv[1]).create()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=BOUND_S,
+    )
+    assert f"no room for status pages in {rundir.SHARED_MEMORY}: File too large" in ended.stderr
+    assert not run.path.exists() and set(rundir.SHARED_MEMORY.glob(f"{rundir.PAGES_PREFIX}*")) <= before
+
+
+def test_what_the_machine_refuses_is_no_defect() -> None:
+    for number in (errno.EACCES, errno.ENOSPC, errno.EMFILE, errno.ENOMEM, errno.EROFS):
+        error = of_the_machine(OSError(number, os.strerror(number), "a/file"))
+        assert error is not None and error.message == f"a/file: {os.strerror(number)}" and error.hint
+    assert of_the_machine(OSError(errno.EBADF, "")) is None
