@@ -70,7 +70,7 @@ def run(where: Path, name: str, *arguments: str, ranks: int = 4) -> str:
 @pytest.mark.processes
 def test_gpt_loses_a_worker_and_no_step(tmp_path: Path) -> None:
     output = run(tmp_path, "gpt_last_gasp.py", "--steps", "8", "--lose", "2@5")
-    assert "killed by signal 9, in backward of step 5" in output
+    assert "killed by signal 9 (SIGKILL), in backward of step 5" in output
     assert "1 fault, 0 steps lost" in output
     (root,) = tmp_path.glob("runs/*/checkpoints")
     saved = {(v.step, v.save_id.kind) for v in Root(root).list() if v.save_id is not None and v.valid}

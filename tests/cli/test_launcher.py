@@ -63,6 +63,24 @@ def test_a_save_in_the_runs_own_directory_is_named_once(
     assert holdfast("status", "it").stdout.splitlines()[-1] == then.strip()
 
 
+def test_a_save_elsewhere_is_gone_on_from_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With several nodes the run's own directory is always there."""
+    made = Made(tmp_path, "it")
+    made.directory.checkpoints.mkdir()
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": str(tmp_path / "ckpts"), "generation": "1.1"})
+    made.journal.append("sealed", {"step": 40, "directory": "step-00000040.it"})
+    made.end(75, "asked by Ctrl-C")
+    Launcher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("  next: start the same command: it goes on at step 40")
+    )
+
+
 def test_the_next_step_of_the_error_itself_is_the_only_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,9 +11,10 @@ from holdfast.cli.postmortem import Report, reports_of, text, write
 from holdfast.core.messages import Field
 from holdfast.journal import read
 from holdfast.runtime.evidence import whole_words
+from holdfast.runtime.rundir import log_path
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
-from tests.cli.test_status import TIMES, Made, swept
+from tests.cli.test_status import FAULT, TIMES, Made, swept
 
 __all__ = ["script", "swept"]  # the training script of test_run
 
@@ -47,6 +48,7 @@ def faulty(
     code: int | None = None,
     recovered: bool = True,
     session: bool = True,
+    phase: str = "forward",
 ) -> list[Report]:
     """A run with one fault, and its reports."""
     made = Made(base, "it")
@@ -62,10 +64,10 @@ def faulty(
     member: dict[str, Field] = {"rank": 1, "member_id": 2}
     made.journal.append(
         "member_exited",
-        {**member, "code": code, "signal": signal, "state": "compute", "step": 20, "phase": "forward"},
+        {**member, "code": code, "signal": signal, "state": "compute", "step": 20, "phase": phase},
     )
     made.journal.append(
-        "detected", {**member, "kind": kind, "what": what, "step": 20, "phase": "forward", "detected_s": 0.01}
+        "detected", {**member, "kind": kind, "what": what, "step": 20, "phase": phase, "detected_s": 0.01}
     )
     other: dict[str, Field] = {"rank": 0, "member_id": 1, "state": "compute", "step": 20, "phase": "vote"}
     made.journal.append("member_exited", {**other, "code": 78, "signal": None})
@@ -202,3 +204,23 @@ def test_stacks_of_a_living_run(tmp_path: Path, holdfast: Run) -> None:
     finally:
         process.terminate()
         process.communicate(timeout=60)
+
+
+def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path) -> None:
+    """A newcomer writes into the same log, and reports are made again and again."""
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    log = log_path(made.directory.path, 0, 1)
+    log.write_text("last words\n")
+    made.journal.append("member_exited", {"member_id": 2, "rank": 1, "code": None, "signal": 6, "state": "compute",
+                                          "step": 20, "phase": "forward", "log_size_bytes": 11})  # fmt: skip
+    log.write_text("last words\n" + 100 * "joined\n")
+    made.journal.append("detected", {**FAULT, "what": "was killed by signal 6 (SIGABRT)"})
+    (report,) = reports_of(made.directory, made.settings, read(made.directory.journal).events)
+    assert report.log_tail == ["last words"] and "the lines above say" in report.next_steps[0]
+
+
+def test_a_script_that_ends_before_the_others(tmp_path: Path) -> None:
+    (report,) = faulty(tmp_path, "exit", "ended with code 0", signal=None, code=0, phase="left")
+    assert report.where == "after its script had ended, at step 20"
+    assert "end before the others" in report.next_steps[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, facts, fault_text, span
+from holdfast.cli.status import again, facts, fault_text, named, span
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
@@ -391,3 +391,8 @@ def test_goodput_counts_the_union(made: Made) -> None:
 )
 def test_span(duration_s: float, text: str) -> None:
     assert span(duration_s) == text
+
+
+def test_a_signal_has_its_name() -> None:
+    assert named("was killed by signal 9") == "was killed by signal 9 (SIGKILL)"
+    assert named("was killed by signal 50") == "was killed by signal 50"

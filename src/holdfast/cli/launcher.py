@@ -220,7 +220,8 @@ class Launcher:
         if self._shown(fault.attempt, fault.rank):
             return
         log = log_of(fault, self.run_dir, self.request.settings)
-        for line in last_lines(log) if log else ():
+        end = self.watch.story.log_ends.get(fault.member_id, 0)
+        for line in last_lines(log, end=end) if log else ():
             screen.rank(fault.rank, line, always_marked=True)
 
     def _stands_still(self, agent_pid: int) -> bool:

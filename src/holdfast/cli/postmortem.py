@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.status import fault_place
+from holdfast.cli.status import fault_place, named
 from holdfast.cli.view import FaultView, Story, log_of
 from holdfast.core.fault import SEEN
+from holdfast.core.page import Phase
 from holdfast.exits import Exit
 from holdfast.journal import Event
 from holdfast.runtime.evidence import whole_words
@@ -173,13 +174,13 @@ class Casebook:
             member_id=fault.member_id,
             node=fault.node,
             kind=fault.kind,
-            what=fault.what,
+            what=named(fault.what),
             where=fault_place(fault),
             confidence=_confidence(case),
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
             log=str(log) if log else "",
-            log_tail=last_lines(log, LOG_LINES_MAX) if log and fault.kind in ("exception", "exit") else [],
+            log_tail=self._log_tail(fault, log),
             action=fault.action,
             reason=fault.reason,
             decision=_decision(planned, verdict),
@@ -193,6 +194,11 @@ class Casebook:
             ended=f"{ended['cause']}: {ended['reason']}" if ended else "",
             next_steps=self._next_steps(case),
         )
+
+    def _log_tail(self, fault: FaultView, log: Path | None) -> list[str]:
+        if log is None or fault.kind not in ("exception", "exit", "signal"):
+            return []
+        return last_lines(log, LOG_LINES_MAX, end=self._story.log_ends.get(fault.member_id, 0))
 
     def _next_steps(self, case: _Case) -> list[str]:
         fault = case.fault
@@ -237,9 +243,17 @@ def _advice(case: _Case, logs: str) -> list[str]:
             "are they copies at all? --verify-every 0 stops comparing",
         ]
     if fault.kind == "signal":
-        hints = {"9": "was it the memory killer? dmesg | grep -i 'killed process'", "11": "look for a core file",
-                 "15": "ask who sent SIGTERM: the scheduler's log", "7": "is /dev/shm full? df /dev/shm"}  # fmt: skip
+        hints = {
+            "6": "it gave up by itself: the lines above say what it asserted or threw",
+            "7": "is /dev/shm full (df /dev/shm), or was a file cut short that it had mapped (data that was replaced)?",
+            "9": "was it the memory killer? dmesg | grep -i 'killed process'; in a container: "
+            "grep oom_kill /sys/fs/cgroup/memory.events",
+            "11": "look for a core file",
+            "15": "ask who sent SIGTERM: the scheduler's log",
+        }
         return [*([hints.get(signal, f"signal {signal}: man 7 signal")] if signal else []), logs]
+    if fault.phase == Phase.LEFT.name.lower():
+        return ["does its script end before the others' (sys.exit, fewer steps)?", logs]
     if fault.kind == "collective":
         return ["no process died: check the network between the ranks", logs]
     return [logs]

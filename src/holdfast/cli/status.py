@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,16 +170,30 @@ def _busy(one: RankView) -> Text:
 
 def fault_text(fault: FaultView) -> str:
     """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
-    what = first_line(fault.what) or fault.kind
+    what = first_line(named(fault.what)) or fault.kind
     # A collective that was given up is named with the place it was called from.
     said = not fault.phase or f"in {fault.phase} of step {fault.step}" in what
     return f"rank {fault.rank}: {what}" + ("" if said else f", {fault_place(fault)}")
+
+
+def named(what: str) -> str:
+    """With the name of the signal that is told by its number."""
+
+    def name(told: re.Match[str]) -> str:
+        try:
+            return f"{told[0]} ({signal.Signals(int(told[1])).name})"
+        except ValueError:  # not all have one
+            return told[0]
+
+    return re.sub(r"\bby signal (\d+)$", name, what)
 
 
 def fault_place(fault: FaultView) -> str:
     """Where it was: of a script that has opened no session nothing is known."""
     if fault.phase == Phase.STARTING.name.lower():
         return "before its session was open"
+    if fault.phase == Phase.LEFT.name.lower():
+        return f"after its script had ended, at step {fault.step:,}"
     return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"
 
 
@@ -197,7 +213,7 @@ def again(view: RunView) -> str:
     # The script named no directory, so a new run would look into its own, which is empty.
     start, good = (
         (f"HOLDFAST_CHECKPOINT={shlex.quote(str(own))} and", "; for good: session(checkpoint=...)")
-        if own.is_dir()
+        if own.is_dir() and Path(view.root or own).resolve() == own.resolve()
         else ("start", "")
     )
     behind = view.step - view.kept_step

@@ -106,6 +106,7 @@ class RunView(msgspec.Struct):
     ranks: list[RankView]
     faults: list[FaultView]
     command: list[str]
+    root: str = ""  # where its session saves
     spares: list[SpareView] = []
 
 
@@ -121,6 +122,7 @@ class Story:
             tuple[int, int], dict[str, int]
         ] = {}  # attempt, rank -> local rank by node, oldest first
         self.session = False
+        self.root = ""
         self.step = 0
         self.steps_lost = 0
         self.sealed_step = -1
@@ -131,6 +133,7 @@ class Story:
         self.faults: list[FaultView] = []
         self.warnings: list[str] = []
         self.slow: dict[int, float] = {}  # stragglers: rank -> ratio
+        self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
@@ -185,6 +188,9 @@ class Story:
         self.faults.append(fault)
         self._open.append((fault, event.t_mono - ago_s))
 
+    def _on_member_exited(self, event: Event, data: dict[str, Any]) -> None:
+        self.log_ends[int(data["member_id"])] = int(data.get("log_size_bytes", 0))
+
     def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
         self.slow[int(data["rank"])] = float(data["ratio"])
 
@@ -212,6 +218,7 @@ class Story:
         if not self.session:
             self.found_step = int(data.get("step", 0)) or -1
         self.session = True
+        self.root = str(data.get("root", ""))
         self.step = max(self.step, int(data.get("step", 0)))
 
     def _on_sealed(self, event: Event, data: dict[str, Any]) -> None:
@@ -317,6 +324,7 @@ class Watch:
             ranks=ranks,
             faults=list(story.faults),
             command=list(settings.command),
+            root=story.root,
             spares=self._spares(),
         )
 

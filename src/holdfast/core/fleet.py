@@ -298,6 +298,7 @@ class Fleet:
             state=event.state,
             step=event.step,
             phase=event.detail,
+            log_size_bytes=event.log_size_bytes,
         )
         if self.adopting:
             return

@@ -373,6 +373,7 @@ class MemberExited(Message, frozen=True):
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
     staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
     kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory
+    log_size_bytes: int = 0  # of its log: what follows is a successor's; 0: not known
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ from holdfast.runtime.remains import Remains
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import leave_probe, share_checkpoints
-from holdfast.runtime.spawn import Order, free_port, worker_env, worker_log
+from holdfast.runtime.spawn import Order, free_port, log_root, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -368,7 +368,8 @@ class AgentDaemon:
         if member_id in self._exited or self._over.done():
             return
         self._exited.add(member_id)
-        event = read_death(self._run.page_path(member_id), member_id, self._node_id, code, killed_by, died_ns)
+        page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
+        event = read_death(page, logs, member_id, self._node_id, code, killed_by, died_ns)
         self._dying[member_id] = event
         self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 

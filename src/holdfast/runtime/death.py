@@ -32,11 +32,22 @@ STATE_OF_PHASE: dict[Phase, RankState] = {
 
 
 def read_death(
-    path: Path, member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
+    path: Path,
+    logs: Path | str,
+    member_id: MemberId,
+    node_id: NodeId,
+    code: int | None,
+    killed_by: int | None,
+    died_ns: int,
 ) -> MemberExited:
-    """What a dead member left on its status page, as the event that reports its end."""
+    """What a dead member left on its status page, as the event that reports its end.
+
+    Args:
+        logs: where the ``attempt-NNN/`` directories are.
+    """
     generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
     kept: tuple[int, ...] = ()
+    log_size_bytes = 0
     try:
         page = Page.open(path)
     except (OSError, ProtocolError):
@@ -47,6 +58,7 @@ def read_death(
         local = page.read_local()[1]
         staged = page[Word.STAGED]
         kept = kept_steps(path.parent, page[Word.RANK])
+        log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
         code = 0  # nobody could wait for it, but it said that it ended in order
@@ -63,4 +75,15 @@ def read_death(
         died_ns=died_ns,
         staged_step=staged,
         kept=kept,
+        log_size_bytes=log_size_bytes,
     )
+
+
+def _log_size_bytes(logs: Path | str, rank: int) -> int:
+    """Of the newest log of a rank: a successor has not begun to write."""
+    found = Path(logs).glob(f"attempt-*/rank-{rank:05d}.log")
+    newest = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
+    try:
+        return newest.stat().st_size if newest is not None else 0
+    except OSError:  # it tells something about the end, it is not part of it
+        return 0

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -263,13 +264,17 @@ def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
 
 
-def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
-    """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none."""
+def last_lines(path: Path, count: int = LAST_LINES, *, end: int = 0) -> list[str]:
+    """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none.
+
+    Args:
+        end: what follows this byte is somebody else's; 0: nothing is.
+    """
     try:
         with path.open("rb") as file:
-            size_bytes = file.seek(0, 2)
+            size_bytes = min(file.seek(0, 2), end or sys.maxsize)
             file.seek(max(0, size_bytes - TAIL_SIZE_BYTES))
-            data = file.read(TAIL_SIZE_BYTES)
+            data = file.read(min(TAIL_SIZE_BYTES, size_bytes))
     except FileNotFoundError:
         return []
     return data.decode(errors="replace").splitlines()[-count:]
