@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -46,7 +48,34 @@ def test_one_that_goes_on_is_left_alone(holdfast: Run, tmp_path: Path) -> None:
     first = start(tmp_path)
     result = holdfast("run", "--run-id", "mine", "train.py")
     assert result.returncode == Exit.USAGE and "run mine goes on" in result.stderr
-    assert "next: holdfast exit" in result.stderr
+    assert "next: holdfast status" in result.stderr and "holdfast exit" in result.stderr
     first.send_signal(signal.SIGINT)
     first.communicate()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+def test_one_that_cannot_be_put_aside_is_gone_on_with_under_another_name(
+    holdfast: Run, tmp_path: Path
+) -> None:
+    args = ("run", "--log-dir", "logs", "train.py")
+    assert holdfast(*args[:1], "--run-id", "mine", *args[1:]).returncode == 0
+    saved = tmp_path / "runs/mine/checkpoints/step-1"
+    saved.mkdir(parents=True)
+    (tmp_path / "logs/mine.1").write_text("in the way of its logs")
+    refused = holdfast(*args[:1], "--run-id", "mine", *args[1:])
+    assert refused.returncode == Exit.USAGE and "cannot put the earlier start" in refused.stderr
+    (hint,) = re.findall(
+        r"choose another --run-id, and (--root .*) to go on", " ".join(refused.stderr.split())
+    )
+    again = holdfast(*args[:1], "--run-id", "other", *shlex.split(hint), *args[1:])
+    assert again.returncode == 0, again.stderr
+    assert shlex.split(hint)[1] == str(saved.parent) and saved.is_dir()
+
+
+def test_a_directory_that_is_no_run_is_left_alone(holdfast: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "runs/mine/thesis.tex"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    refused = holdfast("run", "--run-id", "mine", "train.py")
+    assert refused.returncode == Exit.USAGE and "is no run" in refused.stderr
+    assert "remove" not in refused.stderr and kept.exists()

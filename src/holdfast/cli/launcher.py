@@ -6,6 +6,7 @@ exit. If the agent dies first, a successor is started that adopts the workers.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import time
@@ -89,9 +90,11 @@ def _make_room(run_dir: RunDir) -> Path | None:
     try:
         return put_aside(run_dir, waiting)
     except OSError as error:
+        saved = run_dir.checkpoints.is_dir()
+        goes_on = f", and --root {shlex.quote(str(run_dir.checkpoints))} to go on from its checkpoints"
         raise UsageError(
             f"cannot put the earlier start of {run_dir.path} aside: {error.strerror}",
-            hint="choose another --run-id, or remove the directory",
+            hint=f"choose another --run-id{goes_on if saved else ''}",
         ) from error
 
 

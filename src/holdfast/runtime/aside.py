@@ -58,12 +58,12 @@ def bring_checkpoints(run: RunDir, aside: Path) -> bool:
 
 def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None:
     until_s = time.monotonic() + bound_s
-    told = False
+    told, name = False, shlex.quote(str(run.path))
     while not _free(run.launcher_lock) or not _free(run.agent_lock) or any(processes(run)):
         if not _free(run.launcher_lock) or time.monotonic() > until_s:
             raise UsageError(
                 f"run {run.path.name} goes on: it has processes, and {run.path} is theirs",
-                hint=f"holdfast exit {shlex.quote(str(run.path))}, or choose another --run-id",
+                hint=f"holdfast status {name}; to let it save and leave: holdfast exit {name}",
             )
         if not told:
             told = True

@@ -140,8 +140,8 @@ class RunDir:
             write_private(self.token_file, token or secrets.token_hex(TOKEN_SIZE_BYTES).encode())
         except FileExistsError as error:
             raise UsageError(
-                f"run directory {self.path} exists already",
-                hint="choose another --run-id, or remove the directory",
+                f"{self.path} exists already, and is no run that could go on",
+                hint="choose another --run-id, or another place with --run-dir",
             ) from error
         except OSError as error:
             raise UsageError(
