@@ -121,3 +121,19 @@ def test_what_the_machine_refuses_is_no_defect() -> None:
         error = of_the_machine(OSError(number, os.strerror(number), "a/file"))
         assert error is not None and error.message == f"a/file: {os.strerror(number)}" and error.hint
     assert of_the_machine(OSError(errno.EBADF, "")) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own")
+def test_the_first_process_of_a_container_leaves_no_zombies(tmp_path: Path) -> None:
+    """The process that the script starts is an orphan when the script's shell has ended."""
+    (tmp_path / "orphans.py").write_text(
+        "import os, pathlib, subprocess, time\n"
+        "subprocess.run(['bash', '-c', 'setsid bash -c \"echo \\$\\$ > made; mv made orphan\" & true'])\n"
+        "while not os.path.exists('orphan'): time.sleep(0.05)\n"
+        "place = f\"/proc/{pathlib.Path('orphan').read_text().strip()}\"\n"
+        "while os.path.exists(place): time.sleep(0.05)\n"
+    )
+    line = ["unshare", "--pid", "--kill-child", "--mount-proc", HOLDFAST, "run", "orphans.py"]
+    ended = subprocess.run(line, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True,
+                           timeout=BOUND_S, check=False)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr

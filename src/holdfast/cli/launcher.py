@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError, InternalError, UsageError
 from holdfast.exits import Exit
 from holdfast.runtime.aside import bring_checkpoints, put_aside
 from holdfast.runtime.launch import AgentLink, start_agent
-from holdfast.runtime.pids import stopped
+from holdfast.runtime.pids import reap_others, stopped
 from holdfast.runtime.remains import remove_forgotten
 from holdfast.runtime.rundir import RunDir, last_lines
 
@@ -141,6 +141,7 @@ class Launcher:
                 elif self._stands_still(agent.pid):
                     screen.say(f"the agent is stopped (state T for {AGENT_STOPPED_S:g} s): it is killed")
                     agent.kill()
+                reap_others(agent.pid)
                 turn += 1
                 time.sleep(POLL_S)
             self._wait(agent)
@@ -273,13 +274,13 @@ class Launcher:
             f"run {view.run_id}: {view.meaning}{_why(view, fault)}",
             # Of whoever failed last, or the directory of all logs of this node.
             str(log) if log else view.logs,
-            self._next(view, code),
+            self._next(view, code, fault),
             str(written[fault.number - 1]) if fault and written else "",
             cost,
         )
         return code
 
-    def _next(self, view: RunView, code: Exit) -> str:
+    def _next(self, view: RunView, code: Exit, fault: FaultView | None) -> str:
         """One thing to do: what the error itself says, else what fits the code."""
         said = [line.strip() for line in view.reason.splitlines()[1:]]
         hints = [line.removeprefix(HINT) for line in said if line.startswith(HINT)]
@@ -289,6 +290,8 @@ class Launcher:
             return f"{again(view)}; --grace-s gives the save more time"
         if code in (Exit.UNSAVED, Exit.INTERRUPTED):
             return again(view)
+        if code is Exit.FAILED and fault is not None and fault.kind != "exception":
+            return f"holdfast report {self._name()}"  # there is no traceback
         return NEXT[code].format(run=self._name())
 
     def _write_reports(self) -> list[Path]:

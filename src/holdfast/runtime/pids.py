@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -86,6 +87,18 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def reap_others(child: int) -> None:
+    """Wait for the dead children of this process but ``child``, which has somebody who does.
+
+    As the first process of a container the launcher gets the orphans of all others; nobody else takes them away.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if dead.si_pid == child:
+                return
+            os.waitpid(dead.si_pid, 0)
 
 
 def ignore_warnings() -> None:
