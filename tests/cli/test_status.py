@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.cli.find import find_run
@@ -20,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.journal import Journal
 from holdfast.runtime.agentd import committed_step
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, log_path, write_private
+from holdfast.runtime.rundir import Endpoint, RunDir, log_path, write_private
 from holdfast.runtime.settings import RunSettings
 from tests.cli.command import Run
 
@@ -53,6 +55,7 @@ class Made:
         self.settings.save(self.directory.path)
         self.journal = Journal.open(self.directory.journal, "controller")
         self.pages: list[Page] = []
+        self.agent: subprocess.Popen[bytes] | None = None
 
     def start(self, attempt: int, first_member: int, n: int = 1) -> None:
         members = [first_member + rank for rank in range(self.settings.nproc)]
@@ -96,13 +99,26 @@ class Made:
         self.directory.remove_pages()
 
     def serve(self) -> None:
-        """As if this process were the agent."""
-        self.directory.write_endpoint("agent", "127.0.0.1", 1)
+        """A process that was started as the agent is: with these words."""
+        words = ["sh", "-c", "read line", "holdfast.runtime.agentd", str(self.directory.path)]
+        self.agent = subprocess.Popen(words, stdin=subprocess.PIPE)
+        self._listens(self.agent.pid)
+
+    def reuse(self) -> None:
+        """The agent was killed, and its number is that of this process now."""
+        self._listens(os.getpid())
+
+    def _listens(self, pid: int) -> None:
+        endpoint = Endpoint("127.0.0.1", 1, pid)
+        write_private(self.directory.endpoint_path("agent"), msgspec.json.encode(endpoint))
 
     def close(self) -> None:
         for page in self.pages:
             page.close()
         self.pages = []
+        if self.agent is not None:
+            self.agent.communicate()
+            self.agent = None
 
 
 @pytest.fixture
@@ -314,6 +330,18 @@ def test_nobody_left(holdfast: Run, made: Made) -> None:
         page[Word.PID] = 2**22 + 1  # no process has this number
     assert as_json(holdfast)["state"] == "lost"
     assert "dead (in forward)" in holdfast("status").stdout
+
+
+def test_another_process_has_the_number_of_the_agent(made: Made) -> None:
+    watch = Watch(made.directory, made.settings)
+    made.reuse()
+    assert watch.poll().state == "lost"
+
+
+def test_a_run_that_is_named_by_another_path(made: Made, tmp_path: Path) -> None:
+    made.serve()
+    (tmp_path / "link").symlink_to(made.directory.path)
+    assert Watch(RunDir(tmp_path / "link"), made.settings).poll().state == "running"
 
 
 def test_damaged_pages_and_log_lines_do_not_hide_the_rest(holdfast: Run, made: Made) -> None:

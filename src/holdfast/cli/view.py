@@ -334,7 +334,7 @@ class Watch:
         endpoint = self.directory.read_endpoint("agent")
         if endpoint is None and not ranks:
             return "starting" if time.time() - self.settings.created_at < LOST_AFTER_S else "lost"
-        if endpoint is None or not alive(endpoint.pid):
+        if not self.directory.serving("agent"):
             return "running" if any(r.alive for r in ranks) else "lost"
         if self.story.recovering:
             return "recovering"

@@ -153,10 +153,10 @@ class Chaos:
             raise RuntimeError(f"the run in {place} ended with {self._launcher.returncode}")
         until_s = time.monotonic() + RECOVERED_S_MAX
         while not journal_has(place, "agent_ended"):
-            endpoint = RunDir(place).read_endpoint("agent")
-            if endpoint is not None:
-                kill_if(endpoint.pid, stopped)  # as a person would: its launcher is gone
-            if endpoint is not None and not alive(endpoint.pid):
+            run = RunDir(place)
+            agent = run.serving("agent")
+            kill_if(agent, lambda pid, run=run: stopped(pid) and pid == run.serving("agent"))  # type: ignore[misc]
+            if not agent and run.endpoint_path("agent").exists():
                 break  # its agent died too: the workers agree on an exit by themselves
             if time.monotonic() > until_s:
                 break
@@ -197,8 +197,7 @@ class Chaos:
         if kind == "worker":
             workers = self._run.workers()
             return workers[self._draw.choice(sorted(workers))].pid if workers else 0
-        endpoint = RunDir(self._run.directory).read_endpoint(kind)
-        return endpoint.pid if endpoint is not None else 0
+        return RunDir(self._run.directory).serving(kind)
 
     def _finish(self) -> None:
         while self._launcher.wait() != Exit.OK:

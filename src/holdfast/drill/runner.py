@@ -20,7 +20,7 @@ from holdfast.drill.grammar import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
 from holdfast.drill.watch import Run
 from holdfast.errors import ScriptError
-from holdfast.runtime.pids import kill_if, serves
+from holdfast.runtime.pids import kill_if
 from holdfast.runtime.procs import sweep
 from holdfast.runtime.rundir import RunDir, open_log, write_private
 from holdfast.runtime.settings import SETTINGS_FILE
@@ -195,7 +195,5 @@ def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
         launcher.wait()
     run = RunDir(directory)
     for name in ("agent", "controller"):  # the agent first: it would start the others again
-        found = run.read_endpoint(name)
-        if found is not None:
-            kill_if(found.pid, lambda pid, name=name: serves(pid, f"holdfast.runtime.{name}d", run.path))  # type: ignore[misc]
+        kill_if(run.serving(name), lambda pid, name=name: pid == run.serving(name))  # type: ignore[misc]
     sweep(run)

@@ -32,9 +32,12 @@ def start_ticks(pid: int) -> int:
 
 
 def serves(pid: int, module: str, directory: Path) -> bool:
-    """``pid`` was started as this module (``python -m``) for this run directory."""
+    """``pid`` was started as this module (``python -m``) for this run directory, by whatever path it was named."""
     words = command(pid)
-    return module.encode() in words and str(directory).encode() in words
+    if module.encode() not in words:
+        return False
+    place = os.path.realpath(os.fsencode(directory))
+    return any(os.path.realpath(word) == place for word in words if word.startswith(b"/"))
 
 
 def ending(pid: int) -> int | None:

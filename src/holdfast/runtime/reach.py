@@ -26,10 +26,10 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.pids import kill_if, serves
 from holdfast.runtime.procs import wait_gone
-from holdfast.runtime.rundir import Endpoint, RunDir, open_log
+from holdfast.runtime.rundir import MODULES, Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
 
-MODULE = "holdfast.runtime.controllerd"
+MODULE = MODULES["controller"]
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02

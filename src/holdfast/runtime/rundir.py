@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.pids import serves
 from holdfast.store.files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
@@ -26,6 +27,12 @@ OWNER = "run"  # in a directory of pages: whose they are; locked as long as the 
 PAGE = "page-"
 SPARE_PAGE = "spare-"
 LAST_LINES = 20
+MODULES = {
+    "agent": "holdfast.runtime.agentd",
+    "controller": "holdfast.runtime.controllerd",
+    "zygote": "holdfast.runtime.zygote",
+}
+"""What each endpoint of a run is started as."""
 TAIL_SIZE_BYTES = 64 * 1024
 
 
@@ -230,6 +237,11 @@ class RunDir:
             return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
         except (OSError, msgspec.MsgspecError):
             return None
+
+    def serving(self, name: str) -> int:
+        """Process id of the one that listens as ``name``; 0: it is gone, whoever may have its number by now."""
+        endpoint = self.read_endpoint(name)
+        return endpoint.pid if endpoint is not None and serves(endpoint.pid, MODULES[name], self.path) else 0
 
     def remove_endpoint(self, name: str) -> None:
         """Withdraw this process's endpoint; a successor's stays."""
