@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -42,7 +44,7 @@ class Job:
         data = TensorDataset(x, y)
         self.loader = DataLoader(data, 4, sampler=DistributedSampler(data))
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
-        self.model = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
+        self.model: nn.Module = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         self.blocks: list[int] = []
 
@@ -188,9 +190,42 @@ def measuring(job: Job) -> dict[str, Any]:
     return {"drawn": [meter.calls]}
 
 
+def evaluating(job: Job) -> dict[str, Any]:
+    """All ranks add up something before every fourth block."""
+    scores: list[float] = []
+    with job.session({"scores": scores}) as s:
+        evaluate(job, s, scores)
+    return {"drawn": scores}
+
+
+def evaluating_shards(job: Job) -> dict[str, Any]:
+    """The same with shards that one rank holds alone, kept in memory at every third step: a kill takes all back."""
+    net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Dropout(0.2), nn.Linear(63, 6))
+    fully_shard(net)
+    job.model = net
+    job.optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    scores: list[float] = []
+    with holdfast.session(model=net, optimizer=job.optimizer, memory=3, state={"scores": scores}) as s:
+        evaluate(job, s, scores)
+    return {"drawn": scores}
+
+
+def evaluate(job: Job, session: Any, scores: list[float]) -> None:
+    """Train, and evaluate as the manual says."""
+    for step in session.steps(job.loader, until=STEPS):
+        if step.number % 4 == 0 and not step.again:
+            with session.section("eval"):
+                score = torch.tensor([float(step.number + job.rank)])
+                dist.all_reduce(score)
+                scores.append(score.item())
+        with step as (x, y):
+            job.compute(step.number, x, y)
+            job.update()
+
+
 def viewing(job: Job) -> dict[str, Any]:
     """Gradients live in DDP's buckets, and are zeroed there."""
-    job.model = DistributedDataParallel(job.model.module, gradient_as_bucket_view=True)
+    job.model = DistributedDataParallel(next(job.model.children()), gradient_as_bucket_view=True)
     with job.session() as s:
         for step in s.steps(job.loader, until=3):
             with step as (x, y):
@@ -202,8 +237,11 @@ def viewing(job: Job) -> dict[str, Any]:
 
 WAYS = {
     way.__name__: way
-    for way in (plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing)
-}
+    for way in (
+        plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
+        evaluating_shards,
+    )
+}  # fmt: skip
 
 
 def main() -> None:
@@ -217,7 +255,8 @@ def main() -> None:
     found = WAYS[given.what](job)
     total = xxhash.xxh3_128()
     for parameter in job.model.parameters():
-        total.update(parameter.detach().numpy().tobytes())
+        part: Any = parameter.detach()
+        total.update((part.to_local() if isinstance(part, DTensor) else part).numpy().tobytes())
     given.result.mkdir(exist_ok=True)
     told = {"digest": total.hexdigest(), "blocks": job.blocks, **found}
     (given.result / f"rank-{job.rank}.json").write_text(json.dumps(told))

@@ -64,6 +64,8 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("inside", "1:5:mid"),
         ("inside", "1:6:after"),
         ("measuring", "1:7:mid"),
+        ("evaluating", "0:8:mid"),
+        ("evaluating", "2:9:start"),
     ],
 )
 def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: str, kill: str) -> None:
@@ -74,6 +76,17 @@ def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: st
     (log,) = (tmp_path / "job").glob("runs/*/events.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
+
+
+@pytest.mark.parametrize("kill", ["1:8:mid", "0:9:end", "2:10:start"])
+def test_what_comes_before_a_block_is_done_again_by_all_or_none(
+    tmp_path: Path, calm: Calm, kill: str
+) -> None:
+    """All go back to a kept state: over an evaluation, or not."""
+    code, output, told = run(tmp_path / "job", "evaluating_shards", kill)
+    assert code == 0 and "from memory" in output, output
+    for rank, undisturbed in zip(told, calm("evaluating_shards"), strict=True):
+        assert (rank["digest"], rank["drawn"]) == (undisturbed["digest"], undisturbed["drawn"]), output
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,12 @@ class Adapter(Protocol):
         """``error``, raised in a session, is the framework's way to say that a peer is lost."""
 
     # ---- state
-    def collect(self, *, frozen: bool = False) -> Collected:
-        """The state now, or (``frozen``) at the start of the current step. Callable from any thread."""
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+        """The state now, or (``frozen``) at the start of the current step. Callable from any thread.
+
+        Args:
+            before: the user's own state as it was when the script was first given this step, where that is known.
+        """
 
     def state_size(self) -> int:
         """A number that changes when the layout does."""
@@ -137,8 +141,11 @@ class Adapter(Protocol):
         """Batches of the user's loader."""
 
     # ---- step
-    def between(self, step: int, part: int) -> None:
-        """Seed the generators for what the script draws before it enters the block of this step."""
+    def between(self, step: int, part: int, *, again: bool) -> None:
+        """Seed the generators for what the script draws before it enters the block of this step.
+
+        Unless ``again``, what it does there may change the user's own state.
+        """
 
     def begin(self, step: int) -> None:
         """Seed the generators and copy what forward changes."""

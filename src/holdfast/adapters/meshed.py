@@ -87,7 +87,7 @@ class Meshed:
         np.random.seed(mixed % 2**32)
         return mixed
 
-    def between(self, step: int, part: int) -> None:
+    def between(self, step: int, part: int, *, again: bool) -> None:
         """Seed Python and NumPy."""
         self._reseed(BETWEEN + step)
 

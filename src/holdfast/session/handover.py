@@ -135,7 +135,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     fetch(sources, wanted, token)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
-    return Resumed(Path("peers"), order.step, values["session"], local)
+    return Resumed(Path("peers"), order.step, values["session"], local, local.get("begun") == order.step)
 
 
 def _holders(

@@ -7,6 +7,9 @@ saved one seeks. When the job goes back in place, the loop that is open does the
 Invariants:
 1. A step that is tried again gets the batch that it had.
 2. A loop is left only when no recovery is under way, or when it could not go back anyway.
+3. What a script does before the block of a step is done by all ranks for the same state: a rank that has begun the
+   block says so among its local values, and whoever replaces it alone does not do it again. When all start again, or go
+   back to an earlier step, all do it again; the user's own state is that of before.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ class Loops:
         )  # position and local values at the start of the loop
         self._batches: list[Any] = [None]
         self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
-        self._tried = (-1, 0)  # the newest step and part that was begun
+        self._tried = -1  # the newest step that the script was given
         self._local_too_large = False
 
-    def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """The place that was loaded, with the session's plain values."""
+    def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any], *, begun: bool = False) -> None:
+        """The place that was loaded, with the session's plain values; ``begun``: the block of its step was begun."""
         self.place = dict(session.get("place", {"loop": -1}))
         self._parts_then = int(session.get("parts", 1))
         at = self.place.get("at")
@@ -71,8 +74,9 @@ class Loops:
             # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
-        self.local = dict(local)
+        self.local = {key: value for key, value in local.items() if key != "begun"}
         self.own = self.local.get("own")
+        self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """The same for a job that goes back in place, in the loop that is open."""
@@ -176,9 +180,13 @@ class Loops:
                 if self._rank.leave_loop():
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
+            if not self._rank.go_out():
+                continue  # what stands before the block belongs to the generation, and the step, of the block
             step = make(self._rank.step)
             self.fill(step)
-            self._adapter.between(step.number, step.part)  # also when it is tried again, by whomever
+            self._adapter.between(
+                step.number, step.part, again=step.again
+            )  # also when it is tried again, by whomever
             yield step
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:
@@ -212,29 +220,35 @@ class Loops:
     def fill(self, step: Step) -> None:
         """Make ``step`` the one where the job is; also one that was about to begin when the job went back."""
         self._draw()
-        where = (self._rank.step, self._part)
-        step.number, step.part = where
+        step.number, step.part = self._rank.step, self._part
         step.parts = len(self._batches)
         step.batch = self._batches[self._part]
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
-        step.again = where <= self._tried
-        self._tried = max(self._tried, where)
+        step.again = step.number <= self._tried
+        self._tried = max(self._tried, step.number)
 
-    # ------------------------------------------------------------------ after a step
+    # ------------------------------------------------------------------ in a step, and after it
+
+    def entered(self, step: int) -> bytes | None:
+        """The block of ``step`` has begun: what only this rank knows, for its status page."""
+        if self.local.get("begun") == step:
+            return None
+        self.local["begun"] = step
+        return self._payload()
 
     def note(self) -> bytes | None:
         """The place after this step; what only this rank knows of it, for its status page."""
         feed = self._feed
-        local = {} if self.own is None else {"own": self.own}
+        self.local = {} if self.own is None else {"own": self.own}
         if feed is not None:
             self.place["at"] = feed.place()
             state = feed.local_state()
             if state is not None:
-                local["loader"] = state
-        if not local:
-            return None
-        self.local = local
+                self.local["loader"] = state
+        return self._payload() if self.local else None
+
+    def _payload(self) -> bytes | None:
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(self.local, "locals")

@@ -91,6 +91,7 @@ class Rank:
         self.away = False
         self.rewind = -1
         self.goes_back = False
+        self._out = False  # the main thread is in the script, between a step of the loop and its block
         self.catalogue_version = 0
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
@@ -219,7 +220,7 @@ class Rank:
                 freed_ns=self.client.page[Word.FREED_NS],
                 away=self.away,
                 kept=self._calls.kept(),
-                rewind=self.rewind,
+                rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
             )
         )
 
@@ -329,6 +330,7 @@ class Rank:
         """READY -> COMPUTE; False when a fence came first."""
         with self.changed:
             begun = self.machine.begin()
+            self._out = self._out and not begun
         if begun:
             self._block_started_ns = time.monotonic_ns()
             self._waited_ns = 0
@@ -368,11 +370,15 @@ class Rank:
         with self.changed:
             return self.machine.fail()
 
+    def note_local(self, payload: bytes | None, step: int) -> None:
+        """Put the rank-local values of ``step`` on the page; None: they stay."""
+        if self.client is not None and payload is not None:
+            self.client.page.write_local(step, payload)
+
     def commit(self, payload: bytes | None) -> None:
         """UPDATING(s) -> READY(s+1), with rank-local values of s+1 on the page first."""
         page = None if self.client is None else self.client.page
-        if page is not None and payload is not None:
-            page.write_local(self.step + 1, payload)
+        self.note_local(payload, self.step + 1)
         with self.changed:
             self.machine.end_block()
         if page is not None:
@@ -481,6 +487,15 @@ class Rank:
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self._calls.joined(self.step)
         self.await_resume()
+
+    def go_out(self) -> bool:
+        """The loop gives a step to the script; False when a recovery came first: the job may be elsewhere now."""
+        with self.changed:
+            if not self.fenced:
+                self._out = True
+                return True
+        self.await_resume()
+        return False
 
     def leave_loop(self) -> bool:
         """The loop of steps is over; False when a recovery came first: it is to be looked at again."""

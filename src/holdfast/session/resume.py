@@ -51,12 +51,16 @@ WHY_LENGTH_MAX = 4000
 
 
 class Resumed(NamedTuple):
-    """What was loaded: ``session`` are the session's own values, ``local`` this rank's."""
+    """What was loaded: ``session`` are the session's own values, ``local`` this rank's.
+
+    ``begun``: the block of ``step`` had begun, and what the script did before it is in the state.
+    """
 
     path: Place
     step: int
     session: Mapping[str, Any]
     local: Mapping[str, Any]
+    begun: bool = False
 
 
 class Candidates(NamedTuple):

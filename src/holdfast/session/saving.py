@@ -470,7 +470,8 @@ class Saver:
         frozen: bool,
     ) -> Written:
         rank = self._adapter.rank
-        collected = self._adapter.collect(frozen=frozen)
+        # All start again before the block, with what the script does there.
+        collected = self._adapter.collect(frozen=frozen, before=save_id.step)
         own_layout = collected.layout(rank, self._adapter.world_size).encode()
         catalogue = catalogue_of({**layouts.by_rank(), rank: own_layout})
         made = plan(catalogue, frozenset(sources))

@@ -244,7 +244,7 @@ class Session:
         self._resumed = found
         self._lineage = Lineage.of_run(self._lineage.run, found.session, found.path.name)
         self._step = found.step
-        self._loops.stand_at(found.session, found.local)
+        self._loops.stand_at(found.session, found.local, begun=found.begun)
         self._sections.stand_at(found.session)
 
     def _open(self) -> None:
@@ -454,6 +454,10 @@ class Session:
     def differ(self, step: int) -> None:
         """Copies of the state differ between ranks."""
         self._verifier.tell(step)
+
+    def entered(self, step: int) -> bytes | None:
+        """The block of a step has begun."""
+        return self._loops.entered(step)
 
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""

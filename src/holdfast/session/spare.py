@@ -25,7 +25,7 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
     ):  # once more when all is built: memory that was used once comes from elsewhere than later
         settled = again and not adapter.rehearse()
         step = Step(blocks, 0, rehearsal=True, scrap=True)
-        step.batch, step.again = batch, again
+        step.batch, step.again = batch, True  # what comes before the block is the job's, and was done there
         yield step
         if not step.entered or step.idle:
             return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call

@@ -34,6 +34,9 @@ class Owner(Protocol):
     def differ(self, step: int) -> None:
         """The vote of ``step`` said that copies of the state differ: tell what this rank holds."""
 
+    def entered(self, step: int) -> bytes | None:
+        """The block of ``step`` has begun: the rank-local values for the page, if they are others now."""
+
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
 
@@ -52,7 +55,8 @@ class Step:
         committed: True after the block, when its update counts for the whole job.
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
-        again: True when this process has tried it before: what the loop does before the block is done already.
+        again: True when what the loop does before the block is done already: this process was given the step before,
+            or the one that it replaces had begun the block.
         batch: what ``with step as batch`` gives.
         part, parts: with fewer ranks than the job began with, a step has several blocks, each with a batch of its own;
             only the last one can be committed.
@@ -178,6 +182,7 @@ class Blocks:
             self._rank.await_resume()
             if self._rank.step != step.number:
                 self._owner.rewound(step)
+        self._rank.note_local(self._owner.entered(step.number), step.number)
         self._current = step
         step.rehearsal = alone or (not joining and self._rehearse(step))
         self._adapter.shield()

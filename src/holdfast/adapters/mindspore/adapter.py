@@ -158,7 +158,7 @@ class MindSporeAdapter(Meshed):
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The state now, or at the start of the current step."""
         return self.state.collect(frozen=frozen)
 

@@ -77,7 +77,7 @@ class TensorFlowAdapter(Meshed):
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The last committed step: from the host copies, whatever the variables hold now."""
         return Collected(self.state.copies, self.state.extras)
 

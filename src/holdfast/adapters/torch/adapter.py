@@ -244,9 +244,10 @@ class TorchAdapter:
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The state now, or at the start of the current step."""
-        return self.state.collect(self._snapshot.copies() if frozen else None)
+        copies = self._snapshot.copies() if frozen else None
+        return self.state.collect(copies, self._snapshot.before(before))
 
     def state_size(self) -> int:
         """Of optimizer state and of the modules' extra state."""
@@ -302,9 +303,11 @@ class TorchAdapter:
         self._snapshot.take()
         self._reseed(step, self._parts.part, between=False)
 
-    def between(self, step: int, part: int) -> None:
-        """Seed."""
+    def between(self, step: int, part: int, *, again: bool) -> None:
+        """Seed, and copy the user's state."""
         self._reseed(step, part, between=True)
+        if not again:
+            self._snapshot.take_before(step)
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
         worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Snapshot:
         self._extras: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
         self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
+        self._before: tuple[int, dict[str, Any]] = (
+            -1,
+            {},
+        )  # step, the user's state when the script was given it
         self.undo = Undo()
 
     def take(self) -> None:
@@ -55,12 +60,21 @@ class Snapshot:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
             self._scaler = {key: clone(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
         self._extras = clone(state.plain_extras())
-        self._take_objects()
+        self._objects = self._small_objects()
         self.undo.clear()
 
-    def _take_objects(self) -> None:
+    def take_before(self, step: int) -> None:
+        """Copy the user's state, which the script may change before it enters the block of ``step``."""
+        self._before = (step, {**clone(self._state.plain_extras()), **self._small_objects()})
+
+    def before(self, step: int) -> Mapping[str, Any]:
+        """What :meth:`take_before` copied for ``step``."""
+        taken, extras = self._before
+        return extras if taken == step else {}
+
+    def _small_objects(self) -> dict[str, Any]:
         """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
-        self._objects = {}
+        found: dict[str, Any] = {}
         for name, item in self._state.objects().items():
             if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__") or id(item) in self._uncopied:
                 continue
@@ -70,7 +84,8 @@ class Snapshot:
             if _numel(value) > SMALL_NUMEL:
                 self._uncopied.add(id(item))
             else:
-                self._objects[name] = clone(value)
+                found[name] = clone(value)
+        return found
 
     def _take_buffers(self) -> None:
         changed: list[torch.Tensor] = []

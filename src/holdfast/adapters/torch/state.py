@@ -218,18 +218,22 @@ class TorchState:
         forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
         for name, item in self.extras.items():
             if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
-                for path, array in arrays_in(self._extra(name, item, None), name):
+                for path, array in arrays_in(self._extra(name, item, {}), name):
                     forms.append((path, tuple(array.shape), array.dtype))
         return hash(tuple(forms))
 
-    def collect(self, copies: Copies | None = None) -> Collected:
+    def collect(self, copies: Copies | None = None, extras: Mapping[str, Any] | None = None) -> Collected:
         """The state now, or with ``copies`` as it was at the start of the step.
+
+        Args:
+            extras: copies of the user's own state by name that come first.
 
         Raises:
             StateError: something that cannot be saved.
         """
         out = Collected()
         weights = {} if copies is None else copies.undo.weights()
+        known = {**({} if copies is None else copies.extras), **(extras or {})}
         for fqn, parameter in self.names.parameters.items():
             out.add(placed(weights.get(id(parameter), parameter), parameter), fqn)
         for slot in self.names.buffers:
@@ -256,7 +260,7 @@ class TorchState:
             },
             "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, copies, out),
             "state": {
-                name: split(self._extra(name, item, copies), f"state.{name}", out.add)
+                name: split(self._extra(name, item, known), f"state.{name}", out.add)
                 for name, item in self.extras.items()
                 if not isinstance(item, GENERATORS)
             },
@@ -279,9 +283,9 @@ class TorchState:
         """What the user gave that has a ``state_dict``."""
         return {name: item for name, item in self.extras.items() if _has_state(item)}
 
-    def _extra(self, name: str, item: Any, copies: Copies | None) -> Any:
-        if copies is not None and name in copies.extras:
-            return copies.extras[name]
+    def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
+        if name in known:
+            return known[name]
         return item.state_dict() if _has_state(item) else item
 
     def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
