@@ -172,6 +172,27 @@ def test_sections_are_learned_by_name() -> None:
     assert world.progress.bound_s(world.reading(0), 99) == LIMITS.section_s
 
 
+def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
+    world = World()
+    world.train(20)
+    world.section = "eval"
+    world.look()
+    world.phase = dict.fromkeys(world.phase, Phase.SECTION)
+    assert world.progress.bound_s(world.reading(0), 99) == 10 * LIMITS.floor_s
+
+
+def test_a_section_that_was_cut_off_is_not_learned() -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.SECTION)
+    world.section = "eval"
+    world.look()
+    world.phase, world.section = dict.fromkeys(world.phase, Phase.READY), ""
+    world.look()
+    world.phase, world.section = dict.fromkeys(world.phase, Phase.SECTION), "eval"
+    assert world.progress.bound_s(world.reading(0), 99) == LIMITS.section_s
+
+
 def test_time_that_nobody_looked_does_not_count() -> None:
     world = World()
     world.train(20)

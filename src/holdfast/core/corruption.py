@@ -150,8 +150,8 @@ def _fault(
     now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, attempt: int
 ) -> Fault:
     place = found.places[0] if found.places else "which copies differ was not told"
-    who = "holds a wrong copy of the state" if found.certain else f"or one of ranks {_text(set(ranks))} does"
-    what = f"{who}: {place}"
+    who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
+    what = f"{who}holds a wrong copy of the state: {place}"
     digest = f"copies differ {'.'.join(map(str, ranks))}"
     failure = Failure(rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, attempt=attempt)
     fault = Fault.of(member, "corruption", what, now, failure)

@@ -61,7 +61,7 @@ class Reading(NamedTuple):
     committed: int
     step_s: float  # duration of the last committed step
     busy_s: float  # the same without waiting for peers
-    section: str = ""
+    section: str = ""  # the one it is in, or the last one that came to its end
     compiling: bool = False
     collectives: int = 0  # begun so far
     waits: bool = False  # one of them is under way
@@ -205,11 +205,16 @@ class Progress:
         return bool(holding) and all(w.idle_s >= self.bound_s(w.last, w.steps) for w in holding)
 
     def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
-        last, watch.last = watch.last, reading
+        last, watch.last, limits = watch.last, reading, self.limits
         watch.idle_s += passed_s
         if reading.mark == last.mark:
             return
-        self._learn(_kind(last, watch.steps), watch.idle_s)
+        if last.phase is not Phase.SECTION or reading.phase is Phase.SECTION or reading.section:
+            self._learn(_kind(last, watch.steps), watch.idle_s)  # else it was cut off, and may take longer
+        if reading.section and reading.phase is not Phase.SECTION:
+            self._learn(
+                f"section {reading.section}", limits.look_s
+            )  # it may have been over before anybody looked
         if last.phase is Phase.STARTING and last.collectives:
             self._apart.append(watch.idle_s)
         watch.idle_s = 0.0

@@ -52,6 +52,10 @@ class Sections:
             rank.away = False
             self._left = ""
             self._owed = "" if self._owed == name else self._owed
+        except BaseException:
+            if rank.client is not None:
+                rank.client.page.announce("")  # how long it takes is not known yet
+            raise
         finally:
             self.open = ""
             if not rank.fenced:
