@@ -50,6 +50,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.sightings import Vouched
 from holdfast.exits import Exit
 
 NODE = NodeId("node0")
@@ -83,7 +84,19 @@ class Job:
     def post(self, event: Message, after_s: float = 0.01) -> list[Command]:
         self.now += after_s
         self._take(self.controller.handle(self.now, event))
+        if not self.config.verify:
+            self._vouch()
         return self.last
+
+    def _vouch(self) -> None:
+        """Sources tell what they hold when they are asked; where copies are compared the test says what they tell."""
+        asked = [settle for settle in self.sent(Settle) if settle.vouch]
+        said = [c for c in self.last if not (isinstance(c, Send) and c.message in asked)]
+        for settle in asked:
+            vouched = Vouched(settle.member_id, settle.generation, settle.step, copies=())
+            self._take(self.controller.handle(self.now, vouched))
+            said += self.last
+        self.last = said
 
     def sent(self, kind: type[M]) -> list[M]:
         """Messages of ``kind`` among the last commands."""

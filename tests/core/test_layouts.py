@@ -10,9 +10,11 @@ import pytest
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.membership import Roster
-from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Catalogued, LayoutPublished
+from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Catalogued, LayoutPublished, Settle
+from holdfast.core.sightings import Vouched
 from holdfast.errors import ProtocolError
 from holdfast.store.layout import Box, RankLayout, TensorMeta, cut_box
+from tests.core.test_controller import Job
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,3 +66,22 @@ def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
     data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, 1, told))
     assert len(data) < FRAME_SIZE_BYTES_MAX / 32 < world * len(first.table)
     assert msgspec.msgpack.decode(data, type=Catalogued).layouts.by_rank()[0] == first
+
+
+def test_sources_of_a_save_plan_with_what_all_of_them_hold_now() -> None:
+    """State may have come since the last step: it is told before the order to write is."""
+    job = Job(verify=True).up()
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    first = job.sent(Settle)
+    assert [(settle.vouch, settle.save) for settle in first] == [(True, None)] * 2
+    for rank, settle in zip((0, 2), first, strict=True):
+        new = LayoutPublished(settle.member_id, job.generation, rank, version=2, layout=Layout(b"new", b""))
+        job.post(new)
+        job.post(Vouched(settle.member_id, settle.generation, settle.step, copies=()))
+    for order in job.sent(Settle):
+        assert order.save is not None and not order.vouch
+        assert {r: found.own for r, found in order.save.layouts.by_rank().items()} == {
+            0: b"new", 1: b"{}", 2: b"new"
+        }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,11 @@ pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
 """
 
 
-def ends(where: Path, *arguments: str) -> list[str]:
+def ends(where: Path, *arguments: str, ranks: int = 2, flags: tuple[str, ...] = ()) -> list[str]:
     """What each rank has at the end."""
     where.mkdir()
     (where / "train.py").write_text(SCRIPT)
-    done = run_job(where, 2, "train.py", *arguments)
+    done = run_job(where, ranks, *flags, "train.py", *arguments)
     assert done.returncode == 0, done.stdout
     return [path.read_text() for path in sorted(where.glob("end-*"))]
 
@@ -63,3 +64,16 @@ def test_a_newcomer_gets_what_has_come_since_the_start(tmp_path: Path) -> None:
     for step in ("5", "7"):  # in the step that comes next, and later
         assert ends(tmp_path / step, step) == calm
         assert (tmp_path / step / "struck").exists()
+
+
+@pytest.mark.parametrize("verify", ["50", "0"])
+def test_a_last_gasp_has_what_has_come_since_the_last_step(tmp_path: Path, verify: str) -> None:
+    """Two ranks write it, and each one's plan has to know what the other holds."""
+    calm = ends(tmp_path / "calm", ranks=3)
+    assert len(calm) == 3
+    struck = tmp_path / "struck"
+    assert ends(struck, "5", ranks=3, flags=("--on-fault", "restart", "--verify-every", verify)) == calm
+    (log,) = struck.glob("runs/*/events.jsonl")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [e["data"]["action"] for e in events if e["kind"] == "verdict"] == ["restart_last_gasp"]
+    assert [e["data"]["error"] for e in events if e["kind"] == "saved" and e["data"]["step"] == 5] == ["", ""]

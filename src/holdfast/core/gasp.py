@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from holdfast.core.decision import Decided
 from holdfast.core.ids import SaveId
 from holdfast.core.job import Job
@@ -55,6 +57,11 @@ class Gasp:
             layouts=job.roster.all_layouts(),
             dead_locals=dead_locals,
         )
+
+    def plan(self) -> None:
+        """Every source has told what it holds now: all plan with the same layouts."""
+        if self.order is not None:
+            self.order = msgspec.structs.replace(self.order, layouts=self.job.roster.all_layouts())
 
     def reported(self, rank: int, report: SaveReported) -> Outcome:
         """A source has written its share, or could not; ``other``: not of this attempt."""

@@ -215,7 +215,7 @@ class Settle(Message, frozen=True):
     save: SaveOrder | None = None
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all go back to the state of this step that each has in memory; -1: they stay
-    vouch: bool = False  # answer ``Vouched``: before the state goes anywhere its copies are compared
+    vouch: bool = False  # tell layout and digests (``Vouched``) before the state goes anywhere
 
 
 class Receive(Message, frozen=True):

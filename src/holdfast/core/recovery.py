@@ -77,8 +77,10 @@ class Recovery:
         self._in_place = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self._all_opened = False
-        self.is_vouched = False  # all sources of the decision hold equal copies, or need not
-        self.unvouched: set[int] = set()  # sources whose digests are awaited
+        self.is_vouched = (
+            False  # all sources of the decision told what they hold, and it is equal, or need not
+        )
+        self.unvouched: set[int] = set()  # sources whose word is awaited
         self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
@@ -224,7 +226,7 @@ class Recovery:
         self.settled(now, member, self.replacement.joined(member, message))
 
     def told(self, event: Vouched, rank: int) -> bool:
-        """A source told its digests; True when it was the last one, before the decided state goes anywhere."""
+        """A source told what it holds; True when it was the last one, before the decided state goes anywhere."""
         if self.phase not in ("saving", "replacing") or rank not in self.unvouched:
             return False
         self.unvouched.discard(rank)
@@ -232,8 +234,10 @@ class Recovery:
         return not self.unvouched
 
     def vouched(self) -> None:
-        """They are equal: the state may be saved, and given to newcomers."""
+        """They are equal, and all layouts are told: the state may be saved, and given to newcomers."""
         self.is_vouched = True
+        if self.phase == "saving":
+            self.gasp.plan()
         for member in self.job.roster.living:
             if member.joining or self.phase == "saving":
                 self.remind(member)
@@ -421,7 +425,7 @@ class Recovery:
         self.final = None
         self._resume = ""
         self.gasp.order = None
-        self.is_vouched = not job.config.verify
+        self.is_vouched = not (job.config.verify or verdict.save)
         self.vouches, self.unvouched = {}, set(decided.sources)
         self._then = "restart"
         if verdict.stops:

@@ -110,7 +110,7 @@ class CopiesDiffer(Message, frozen=True):
 
 
 class Vouched(Message, frozen=True):
-    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``."""
+    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``, whose layout it has told."""
 
     member_id: MemberId
     generation: Generation

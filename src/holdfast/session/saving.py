@@ -415,12 +415,12 @@ class Saver:
             client.run_task(lambda: self._last_gasp(settle))
 
     def _vouch(self, client: Client, settle: Settle) -> None:
-        """Tell the digests of what this rank is about to save or to give."""
+        """Tell what this rank is about to save or to give: its layout, if it has changed, and the digests."""
         copies: tuple[CopyDigest, ...] = ()
         try:
-            frozen = self._await_boundary(settle)
+            collected = self._collected_to_give(self._await_boundary(settle))
             if self._verifier.active:
-                copies = self._verifier.digests(self._adapter.collect(frozen=frozen))
+                copies = self._verifier.digests(collected)
         except HoldfastError as error:
             log.warning("holdfast: this rank's copies cannot be compared: %s", error)
         client.send(
