@@ -31,6 +31,7 @@ PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "genera
 VICTIMS = ("survivor", "newcomer", "controller", "agent")
 PHASE_S_MAX = 10.0  # a recovery that takes another way never shows the phase: then nothing more is killed
 STEPS_PER_CASCADE = 60  # steps go on while the next one is chosen
+TRAININGS_MAX = 8  # one and a half does for all cascades
 STEPS_PER_S = 40
 SAVE_EVERY = 20
 NPROC = 4
@@ -50,14 +51,19 @@ def cells() -> list[tuple[str, str, int]]:
 class Storm(Chaos):
     """A training that is struck while it recovers."""
 
-    def cascades(self, plan: Sequence[tuple[str, str, int]]) -> int:
-        """Run each of them; how many had a kill inside the phase. Not every recovery shows a phase twice."""
-        struck = 0
+    def cascades(self, plan: Sequence[tuple[str, str, int]]) -> list[bool]:
+        """Run as many of them as the training has time for; whether each had a kill inside the phase.
+
+        Not every recovery shows a phase twice.
+        """
+        struck: list[bool] = []
         for phase, victim, more in plan:
             if not self.settle():
                 break
             done = self._cascade(phase, victim, more)
-            struck += done > 0
+            if not done and self._launcher.poll() is not None:
+                break  # it was over before the phase came
+            struck.append(done > 0)
             print(f"  {phase:18} {victim:10} {done} of {more} more kills", flush=True)
         return struck
 
@@ -144,12 +150,35 @@ def trained(base: Path, name: str, steps: int, seed: int, tally: Tally, nproc: i
     return Storm(place, exercise, random.Random(seed), tally)
 
 
-def identical(base: Path, struck: Storm, name: str, steps: int, tally: Tally, nproc: int = NPROC) -> bool:
-    """Whether its weights are those of the same training undisturbed."""
+def identical(
+    base: Path, struck: Sequence[Storm], name: str, steps: int, tally: Tally, nproc: int = NPROC
+) -> bool:
+    """Whether the weights of all are those of the same training undisturbed."""
     calm = trained(base, name, steps, 0, tally, nproc)
     calm.close()
     wanted = digest_of_results(calm.results, nproc, STATE)
-    return digest_of_results(struck.results, nproc, STATE) == wanted != ""
+    return all(digest_of_results(each.results, nproc, STATE) == wanted != "" for each in struck)
+
+
+def cascaded(
+    base: Path, plan: Sequence[tuple[str, str, int]], steps: int, seed: int, tally: Tally, nproc: int = NPROC
+) -> list[Storm]:
+    """The trainings in which the plan's cascades were struck, one after the other.
+
+    A wait for a phase that does not show costs steps, so a training may be over before the plan is.
+    """
+    trainings: list[Storm] = []
+    struck: list[bool] = []
+    while len(struck) < len(plan) and len(trainings) < TRAININGS_MAX:
+        number = len(trainings)
+        training = trained(base, f"cascades-{number}", steps, seed + number, tally, nproc)
+        struck += training.cascades(plan[len(struck) :])
+        training.close()
+        trainings.append(training)
+    print(f"cascades: {sum(struck)} of {len(plan)} struck in their phase, in {len(trainings)} training(s)")
+    if sum(struck) < len(plan):
+        tally.failures.append("not all cascades were struck in their phase")
+    return trainings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,28 +193,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     base, tally = given.run_dir.absolute() / time.strftime("storm-%Y%m%d-%H%M%S"), Tally()
     plan = cells()
     steps = STEPS_PER_CASCADE * len(plan)
-    struck = trained(base, "cascades", steps, given.seed, tally)
-    inside = struck.cascades(plan)
-    struck.close()
-    same = identical(base, struck, "cascades-undisturbed", steps, tally)
+    trainings = cascaded(base, plan, steps, given.seed, tally)
+    same = identical(base, trainings, "cascades-undisturbed", steps, tally)
     print("\n".join(tally.rows()))
-    print(
-        f"cascades: {inside} of {len(plan)} struck in their phase, weights {'identical' if same else 'DIFFERENT'}"
-    )
+    print(f"cascades: weights {'identical' if same else 'DIFFERENT'}")
     steps = int(STEPS_PER_S * given.seconds)
     struck = trained(base, "storm", steps, given.seed, tally)
     kills = tally.faults
     progress = struck.storm(given.seconds, given.every)
     kills = tally.faults - kills
     struck.close()
-    still = identical(base, struck, "storm-undisturbed", steps, tally)
+    still = identical(base, [struck], "storm-undisturbed", steps, tally)
     print(
         f"storm: {kills} kills, one every {given.every:g} s; steps per {WINDOW_S:g} s: {progress}; "
         f"weights {'identical' if still else 'DIFFERENT'}; logs in {base}"
     )
     for failure in tally.failures:
         print(f"FAILED: {failure}")
-    good = same and still and not tally.failures and inside == len(plan) and progress and min(progress) > 0
+    good = same and still and not tally.failures and progress and min(progress) > 0
     return 0 if good else 1
 
 
