@@ -151,7 +151,7 @@ class Job:
             state=state,
             step=step,
             detail=how.get("detail", "backward"),
-            local=b'{"at": 5}',
+            locals={4: b'{"at": 4}', 5: b'{"at": 5}', 7: b'{"at": 7}'},
             died_ns=int((self.now + 0.009) * 1e9),
             staged_step=how.get("staged_step", 0),
             kept=how.get("kept", ()),

@@ -95,11 +95,13 @@ def test_a_torn_local_slot_falls_back_to_the_one_before(tmp_path: Path) -> None:
     page.write_local(1, b"one")
     page.write_local(2, b"two" * 1000)
     assert page.read_local() == (2, b"two" * 1000)
+    assert page.read_locals() == {1: b"one", 2: b"two" * 1000}
     data = bytearray(path.read_bytes())
     data[data.index(b"twotwo", PAGE_SIZE_BYTES)] ^= 1
     path.write_bytes(data)
     torn = Page.open(path)
     assert torn.read_local() == (1, b"one")
+    assert torn.read_locals() == {1: b"one"}
     torn.write_local(3, b"three")
     assert torn.read_local() == (3, b"three")
     with pytest.raises(StateError, match="status page holds"):

@@ -42,7 +42,7 @@ class Job:
         samples = torch.Generator().manual_seed(1)
         x, y = torch.randn(200, 16, generator=samples), torch.randint(0, 4, (200,), generator=samples)
         data = TensorDataset(x, y)
-        self.loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+        self.loader: Any = DataLoader(data, 4, sampler=DistributedSampler(data))
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
         self.model: nn.Module = DistributedDataParallel(net, bucket_cap_mb=0.002, **ddp)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
@@ -190,6 +190,39 @@ def measuring(job: Job) -> dict[str, Any]:
     return {"drawn": [meter.calls]}
 
 
+class Stream:
+    """An endless loader of this rank's own, which knows where it is."""
+
+    def __init__(self, rank: int) -> None:
+        self.draw = np.random.default_rng(rank)
+
+    def __iter__(self) -> Any:
+        while True:
+            x = torch.from_numpy(self.draw.normal(size=(4, 16)).astype(np.float32))
+            yield x, torch.from_numpy(self.draw.integers(0, 4, 4))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its place."""
+        return {"draw": self.draw.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.draw.bit_generator.state = state["draw"]
+
+
+def streaming(job: Job) -> dict[str, Any]:
+    """The loader has a state of its own on each rank; a fault may come in the update."""
+    job.loader = Stream(job.rank)
+    job.optimizer.register_step_post_hook(lambda *_: job.struck(s.step, "update"))
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+            job.struck(step.number, "after")
+    return {}
+
+
 def evaluating(job: Job) -> dict[str, Any]:
     """All ranks add up something before every fourth block."""
     scores: list[float] = []
@@ -239,7 +272,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards,
+        evaluating_shards, streaming,
     )
 }  # fmt: skip
 

@@ -66,6 +66,9 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("measuring", "1:7:mid"),
         ("evaluating", "0:8:mid"),
         ("evaluating", "2:9:start"),
+        ("streaming", "0:6:update"),
+        ("streaming", "1:6:mid"),
+        ("streaming", "2:6:after"),
     ],
 )
 def test_a_kill_leaves_the_bits_as_they_are(tmp_path: Path, calm: Calm, what: str, kill: str) -> None:

@@ -369,7 +369,7 @@ class MemberExited(Message, frozen=True):
     state: RankState
     step: int
     detail: str = ""  # phase name on the page, e.g. "backward"
-    local: bytes = b""  # rank-local values (JSON) of the last committed step
+    locals: dict[int, bytes] = {}  # step -> rank-local values (JSON), of the newest steps
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
     staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
     kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory

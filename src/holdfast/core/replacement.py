@@ -138,11 +138,13 @@ class Replacement:
         )
 
     def local_of(self, member: Member) -> bytes:
-        """Rank-local values of a lost rank: from its own page, or from that of the one it was to replace."""
-        if member.exited is not None and not member.joining:
-            return member.exited.local
-        page = self._pages.get(member.rank)
-        return b"" if page is None else page.local
+        """Rank-local values of a lost rank at the decided step: from its own page, or from that of the one it was to
+        replace. One that was lost in its update, and in doubt, had told those of the next step beside its own."""
+        page = member.exited
+        if page is None or member.joining:
+            page = self._pages.get(member.rank)
+        known = {} if page is None else page.locals
+        return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
     def reports(self) -> list[Report]:
         """What those that were replaced have left."""

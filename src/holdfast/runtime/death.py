@@ -45,8 +45,9 @@ def read_death(
     Args:
         logs: where the ``attempt-NNN/`` directories are.
     """
-    generation, step, phase, local, staged = Generation(0, 0), 0, Phase.STARTING, b"", 0
+    generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
     kept: tuple[int, ...] = ()
+    locals_: dict[int, bytes] = {}
     log_size_bytes = 0
     try:
         page = Page.open(path)
@@ -55,7 +56,7 @@ def read_death(
     if page is not None:
         generation = Generation.unpack(page[Word.GENERATION])
         step, phase = page.state()
-        local = page.read_local()[1]
+        locals_ = page.read_locals()
         staged = page[Word.STAGED]
         kept = kept_steps(path.parent, page[Word.RANK])
         log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
@@ -71,7 +72,7 @@ def read_death(
         state=STATE_OF_PHASE[phase],
         step=step,
         detail=phase.name.lower(),
-        local=local,
+        locals=locals_,
         died_ns=died_ns,
         staged_step=staged,
         kept=kept,

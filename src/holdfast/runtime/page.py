@@ -214,6 +214,16 @@ class Page:
                 break
         return 0, b""
 
+    def read_locals(self) -> dict[int, bytes]:
+        """Payloads of all complete :meth:`write_local` by step, of a page that nobody writes to any more."""
+        found: dict[int, bytes] = {}
+        for sequence, step, length, digest in sorted(self._headers()):
+            if sequence and length <= LOCAL_SIZE_BYTES_MAX:
+                payload = bytes(self._slot(sequence % LOCAL_SLOTS)[_HEADER_BYTES : _HEADER_BYTES + length])
+                if digest == _digest(sequence, step, payload):
+                    found[step] = payload
+        return found
+
     def place(self, step: int, phase: Phase) -> None:
         """Store step and phase without a look at traps (for the agent, before the worker runs)."""
         self._words[_STATE] = pack_state(step, phase)

@@ -63,6 +63,8 @@ class Loops:
         self._batches: list[Any] = [None]
         self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
         self._tried = -1  # the newest step that the script was given
+        self._after: Plain = None  # state of the loader after the step that is voted on
+        self._told = b""  # on the page last
         self._local_too_large = False
 
     def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any], *, begun: bool = False) -> None:
@@ -235,23 +237,33 @@ class Loops:
         if self.local.get("begun") == step:
             return None
         self.local["begun"] = step
-        return self._payload()
+        return self._payload(self.local)
+
+    def foresee(self) -> bytes | None:
+        """This rank is about to vote: what it will know after the step, for its status page. Lost in the update, it
+        cannot tell any more where its loader was."""
+        self._after = None if self._feed is None else self._feed.local_state()
+        if self._after is None:
+            return None
+        return self._payload({**({} if self.own is None else {"own": self.own}), "loader": self._after})
 
     def note(self) -> bytes | None:
         """The place after this step; what only this rank knows of it, for its status page."""
-        feed = self._feed
         self.local = {} if self.own is None else {"own": self.own}
-        if feed is not None:
-            self.place["at"] = feed.place()
-            state = feed.local_state()
-            if state is not None:
-                self.local["loader"] = state
-        return self._payload() if self.local else None
+        if self._feed is not None:
+            self.place["at"] = self._feed.place()
+            if self._after is not None:
+                self.local["loader"] = self._after
+        return self._payload(self.local) if self.local else None
 
-    def _payload(self) -> bytes | None:
+    def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
+        """For the page; None when it has this, or cannot have it."""
         if self._rank.client is None or self._local_too_large:
             return None
-        payload = encode_values(self.local, "locals")
+        payload = encode_values(local, "locals")
+        if payload == self._told:
+            return None
+        self._told = payload
         if len(payload) > LOCAL_SIZE_BYTES_MAX:
             self._local_too_large = True
             log.warning(

@@ -459,6 +459,10 @@ class Session:
         """The block of a step has begun."""
         return self._loops.entered(step)
 
+    def foresee(self) -> bytes | None:
+        """The vote of a step comes."""
+        return self._loops.foresee()
+
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block of a step has ended and counts: note the data position, publish a changed layout."""
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)

@@ -37,6 +37,9 @@ class Owner(Protocol):
     def entered(self, step: int) -> bytes | None:
         """The block of ``step`` has begun: the rank-local values for the page, if they are others now."""
 
+    def foresee(self) -> bytes | None:
+        """The vote comes: the rank-local values of the next step for the page, if there are any."""
+
     def before_ready(self, tally: Tally) -> bytes | None:
         """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
 
@@ -252,6 +255,7 @@ class Blocks:
         computed_ns = time.monotonic_ns()
         adapter.prepare_vote()
         rank.computed(computed_ns)
+        rank.note_local(self._owner.foresee(), step.number + 1)
         rank.freed()
         if adapter.poisoned or not rank.enter_vote():
             raise StepAborted(adapter.reason)
