@@ -28,6 +28,8 @@ from holdfast.errors import ProtocolError
 
 SCHEMA_VERSION = 1
 LINE_SIZE_BYTES_MAX = 1024 * 1024
+ROOM_WAIT_S = 120.0  # of a daemon
+ROOM_LOOK_S = 0.2
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
 _TAIL_SIZE_BYTES = 64 * 1024
@@ -126,7 +128,13 @@ def _whole_line(file: BinaryIO) -> bytes:
 
 
 class Journal:
-    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each."""
+    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each.
+
+    ``room_wait_s``: on a full disk an append waits so long for room. What it announces waits with it; a process that
+    ended instead would take along what it knows.
+    """
+
+    room_wait_s = 0.0
 
     def __init__(self, path: Path, who: str, fd: int) -> None:
         self.path = path
@@ -152,9 +160,19 @@ class Journal:
         """Write one event; with ``durable`` it is on the disk before this returns.
 
         Raises:
-            OSError: the disk is full or gone; nothing half-written stays.
+            OSError: the disk is full (for ``room_wait_s``) or gone; nothing half-written stays.
             ProtocolError: the event is longer than ``LINE_SIZE_BYTES_MAX``.
         """
+        until_s = time.monotonic() + self.room_wait_s
+        while True:
+            try:
+                return self._append(kind, data, durable)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= until_s:
+                    raise
+            time.sleep(ROOM_LOOK_S)
+
+    def _append(self, kind: str, data: Mapping[str, Field], durable: bool) -> Event:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             self._catch_up()

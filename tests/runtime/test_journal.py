@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -166,3 +167,22 @@ def test_a_long_log_is_read_in_little_memory(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"\n" + line)
     assert [event.seq for event in follower.poll()] == [7] and follower.damaged == [1001, 1003]
+
+
+def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
+    log = Journal.open(tiny_disk / "events.jsonl", "a")
+    ballast = tiny_disk / "ballast"
+    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(OSError, match="No space"):
+        while True:  # what is left of its last page
+            log.append("before", {})
+    log.room_wait_s = 60.0
+    waiting = threading.Thread(target=log.append, args=("after", {"text": "x" * 5000}))
+    waiting.start()
+    assert waiting.is_alive()
+    ballast.unlink()
+    waiting.join()
+    log.close()
+    assert journal.read(tiny_disk / "events.jsonl").events[-1].kind == "after"

@@ -169,3 +169,32 @@ def test_an_exception_with_an_odd_text_is_told(
         assert run.wait() == 1
         assert run.error_files()[0]["message"]["message"] == told
         assert {event.data["what"] for event in run.events("detected")} == {told}
+
+
+@pytest.mark.parametrize("zygote", [True, False])
+def test_what_is_printed_is_in_the_log_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: bool
+) -> None:
+    """As with torchrun's ``python -u``: the last words of a killed worker are the ones that count."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    script = "import os\nprint('last', 'words')\nos.kill(os.getpid(), 9)\n"
+    with Run(tmp_path, script, nproc=1, max_restarts=0, zygote=zygote) as run:
+        run.start()
+        run.wait()
+        assert run.log(0) == "last words\n"
+
+
+def test_a_log_for_which_there_is_no_room_ends_no_training(tiny_disk: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "log = os.readlink('/proc/self/fd/1')\n"
+        "for n in range(4000):\n"
+        "    print('x' * 500)\n"
+        "print('lost, too', file=sys.stderr)\n"
+        "os.truncate(log, 0)\n"
+        "print('room again')\n"
+    )
+    with Run(tiny_disk, script, nproc=1) as run:
+        run.start()
+        assert run.wait() == 0
+        assert run.log(0) == "room again\n"

@@ -6,6 +6,7 @@ exit. If the agent dies first, a successor is started that adopts the workers.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from holdfast.cli.status import again, facts, fault_text, first_line, plural
 from holdfast.cli.tail import LogTail
 from holdfast.cli.view import FaultView, RunView, Watch, log_of
 from holdfast.core.messages import ExitRun, StopRun
-from holdfast.errors import HoldfastError, InternalError, UsageError
+from holdfast.errors import HoldfastError, InternalError, UsageError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.aside import bring_checkpoints, put_aside
 from holdfast.runtime.launch import AgentLink, start_agent
@@ -40,6 +41,7 @@ SUCCESSORS_MAX = 16  # in a row
 LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
+ROOM_WAIT_S = 120.0  # as long as for a node
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
 HINT = "next: "
@@ -120,6 +122,7 @@ class Launcher:
         self._faults_shown = 0
         self._recoveries_shown = 0
         self._warnings_shown = 0
+        self._had_room = True
 
     def run(self) -> int:
         """Until the run is over."""
@@ -135,6 +138,7 @@ class Launcher:
                 if turn % LOOK_EVERY == 0 or agent.poll() is not None:
                     view = self.watch.poll()
                     self._show_faults(screen)
+                    self._show_room(screen)
                     screen.status("  ".join([view.state, *facts(view)]))
                 if view.state != "ended" and agent.poll() is not None:
                     agent = self._succeed(screen, agent)
@@ -220,6 +224,18 @@ class Launcher:
             self._write_reports()
             screen.say(f"{fault.name}: {answered(fault, self.watch.story.session)}")
 
+    def _show_room(self, screen: Screen) -> None:
+        """On a full disk training goes on, but nothing can be decided: a decision is written down before it is made."""
+        left = os.statvfs(self.run_dir.path).f_bavail
+        if not left and self._had_room:
+            screen.say(
+                f"warning: no room for the event log: a fault now waits for it (df -h {self._place()})"
+            )
+        self._had_room = left > 0
+
+    def _place(self) -> str:
+        return shlex.quote(str(self.run_dir.path))
+
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
         if self._shown(fault.attempt, fault.rank):
             return
@@ -236,6 +252,7 @@ class Launcher:
         return now_s - self._agent_ran_s >= AGENT_STOPPED_S
 
     def _succeed(self, screen: Screen, agent: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        self._await_room(screen)
         long = time.monotonic() - self._agent_since_s > LONG_LIFE_S
         self.successors = 1 if long else self.successors + 1
         self._agent_since_s = self._agent_ran_s = time.monotonic()
@@ -247,6 +264,28 @@ class Launcher:
         screen.say(f"the agent died ({agent.returncode}), a successor adopts the workers")
         time.sleep(SUCCESSOR_PAUSE_S)
         return start_agent(self.run_dir.path)
+
+    def _await_room(self, screen: Screen) -> None:
+        """An agent that cannot write its log ends at once. Workers without one save and leave by themselves.
+
+        Raises:
+            UserError: there was no room for long, or somebody asks to leave.
+        """
+        until_s = time.monotonic() + ROOM_WAIT_S
+        said = False
+        place = self._place()
+        while why := self.run_dir.no_room():
+            if time.monotonic() > until_s or self._answered < len(self._asked):
+                raise UserError(
+                    f"no agent can run: nothing can be written to {place}: {why}",
+                    hint=f"make room (df -h {place}); then {again(self.watch.poll())}",
+                )
+            if not said:
+                said = True
+                screen.say(
+                    f"the agent died: nothing can be written to {place}: {why}; waiting {ROOM_WAIT_S:g} s for room"
+                )
+            time.sleep(SUCCESSOR_PAUSE_S)
 
     def _wait(self, agent: subprocess.Popen[bytes]) -> None:
         try:

@@ -210,7 +210,7 @@ class Casebook:
             else f"on {fault.node}: holdfast logs RUN {which}"
         )
         same = [c for c in self._cases if c.fault.rank == fault.rank and c.fault.number <= fault.number]
-        found = _advice(case, logs)
+        found = _advice(case, logs, self._run.path)
         if len(same) >= OFTEN:
             found.append(
                 f"{len(same)} faults of rank {fault.rank} so far: check its machine {fault.node} and its data"
@@ -218,12 +218,12 @@ class Casebook:
         return found
 
 
-def _advice(case: _Case, logs: str) -> list[str]:
+def _advice(case: _Case, logs: str, run: Path) -> list[str]:
     fault, hang = case.fault, case.hang
     signal = str(case.exited.get("signal") or "")
     if hang:
         stack = next((s for s in hang["stacks"] if s.endswith(f"rank-{fault.rank:05d}.txt")), "")
-        found = [f"read where it stood: {stack}"] if stack else []
+        found = [f"read where it stood: {shlex.quote(str(run / stack))}"] if stack else []
         if "stopped" in fault.what:
             found.append("find out who stopped it (kill -STOP, a debugger, a frozen container)")
         elif "uninterruptible" in fault.what:

@@ -49,7 +49,7 @@ from holdfast.core.sightings import Gather
 from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spare
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
-from holdfast.journal import Journal
+from holdfast.journal import ROOM_WAIT_S, Journal
 from holdfast.runtime.buddy import Buddies
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import Council, load_kept
@@ -159,14 +159,10 @@ class AgentDaemon:
             OSError: the directory cannot be written.
         """
         settings = with_interface(RunSettings.load(run.path))
-        return cls(
-            run,
-            settings,
-            load_kept(run),
-            KvServer.open(run.pages() / "kv.log"),
-            Journal.open(run.journal, f"agent {settings.node}"),
-            Journal.open(run.journal, "controller"),
-        )
+        logs = [Journal.open(run.journal, who) for who in (f"agent {settings.node}", "controller")]
+        for log in logs:
+            log.room_wait_s = ROOM_WAIT_S
+        return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:
         """Run until the run is over; returns its exit code.

@@ -196,10 +196,11 @@ class ControllerDaemon:
         return Past.read(records)
 
     def _open_log(self) -> Journal:
-        if not self._settings.several:
-            return Journal.open(self._run.journal, "controller")
-        log = MirroredLog.open(self._run.journal, "controller")
-        log.number(self._term, self._show)
+        kind = MirroredLog if self._settings.several else Journal
+        log = kind.open(self._run.journal, "controller")
+        log.room_wait_s = event_log.ROOM_WAIT_S
+        if isinstance(log, MirroredLog):
+            log.number(self._term, self._show)
         return log
 
     def _show(self, line: Mirror) -> None:

@@ -34,6 +34,7 @@ MODULES = {
 }
 """What each endpoint of a run is started as."""
 TAIL_SIZE_BYTES = 64 * 1024
+ROOM_SIZE_BYTES = 64 * 1024  # for the first lines of an agent
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -163,6 +164,16 @@ class RunDir:
                 f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
                 hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
             ) from error
+
+    def no_room(self) -> str:
+        """Why nothing can be written here now; empty: it can."""
+        probe = self.path / "room"
+        try:
+            write_private(probe, bytes(ROOM_SIZE_BYTES))
+            probe.unlink()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def hold_launch(self) -> None:
         """As long as this process lives the run has a launcher: its workers look, and another start of the run does."""

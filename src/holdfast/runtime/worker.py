@@ -28,6 +28,7 @@ from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.standin import exempt, use
+from holdfast.runtime.streams import by_line
 
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
@@ -123,6 +124,7 @@ def run_script(settings: RunSettings) -> None:
 
 def main() -> int:
     """Run one worker; returns its exit code."""
+    by_line()
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
     client.on_called(lambda log: take_over(client, log))
