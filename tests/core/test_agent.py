@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
 from holdfast.core.council import JobFormed
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
     Ack,
@@ -135,7 +135,9 @@ def test_a_new_controller_hears_everything_that_matters_and_then_a_beat() -> Non
     desk.post(ControllerGone())
     assert any(isinstance(c, RestartController) for c in desk.last)
     desk.post(
-        LayoutPublished(member_id=MemberId(1), generation=G1, rank=0, version=2, layout=Layout(b"{}", b""))
+        LayoutPublished(
+            member_id=MemberId(1), generation=G1, rank=0, version=Version(G1, 2), layout=Layout(b"{}", b"")
+        )
     )
     desk.post(exited(2))
     desk.post(ExitRun(grace_s=9.0, source="cli"))

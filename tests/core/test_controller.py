@@ -10,7 +10,7 @@ import pytest
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.history import Past
-from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     AgentBeat,
@@ -134,11 +134,7 @@ class Job:
             self.post(
                 SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=live)
             )
-            self.post(
-                LayoutPublished(
-                    member_id=member, generation=generation, rank=rank, version=1, layout=Layout(b"{}", b"")
-                )
-            )
+            self.post(LayoutPublished(member, generation, rank, Version(generation, 0), Layout(b"{}", b"")))
 
     def exit(self, rank: int, state: RankState = "compute", step: int = 5, **how: Any) -> None:
         how = how or {"signal": 9}

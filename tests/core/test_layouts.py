@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from holdfast.core.ids import Generation, MemberId
+from holdfast.core.ids import NO_VERSION, Generation, MemberId, Version
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.membership import Roster
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Catalogued, LayoutPublished, Settle
@@ -61,9 +61,11 @@ def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
         own = RankLayout(rank, (TensorMeta("w", "F32", (4,), Box((0,), (4,))),), world).encode().own
         layout = Layout(own, table)
         first = first or layout
-        told = roster.publish(LayoutPublished(MemberId(rank + 1), generation, rank, 1, layout), world)
+        told = roster.publish(
+            LayoutPublished(MemberId(rank + 1), generation, rank, Version(generation, 0), layout), world
+        )
     assert told is not None and first is not None
-    data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, 1, told))
+    data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, Version(generation, 0), told))
     assert len(data) < FRAME_SIZE_BYTES_MAX / 32 < world * len(first.table)
     assert msgspec.msgpack.decode(data, type=Catalogued).layouts.by_rank()[0] == first
 
@@ -77,7 +79,9 @@ def test_sources_of_a_save_plan_with_what_all_of_them_hold_now() -> None:
     first = job.sent(Settle)
     assert [(settle.vouch, settle.save) for settle in first] == [(True, None)] * 2
     for rank, settle in zip((0, 2), first, strict=True):
-        new = LayoutPublished(settle.member_id, job.generation, rank, version=2, layout=Layout(b"new", b""))
+        new = LayoutPublished(
+            settle.member_id, job.generation, rank, version=NO_VERSION, layout=Layout(b"new", b"")
+        )
         job.post(new)
         job.post(Vouched(settle.member_id, settle.generation, settle.step, copies=()))
     for order in job.sent(Settle):

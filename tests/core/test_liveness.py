@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import NO_VERSION, Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout
 from holdfast.core.liveness import Liveness
 from holdfast.core.membership import Member, Roster, assign, is_stale
-from holdfast.core.messages import LayoutPublished
+from holdfast.core.messages import Catalogued, LayoutPublished
 from holdfast.errors import InternalError
 
 A = NodeId("a")
@@ -58,21 +58,27 @@ def test_a_rank_is_seated_once() -> None:
 def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     roster = Roster()
 
-    def publish(rank: int, version: int, generation: Generation) -> bool:
+    def publish(rank: int, version: Version) -> bool:
         layout = LayoutPublished(
             member_id=MemberId(1),
-            generation=generation,
+            generation=G1,
             rank=rank,
             version=version,
-            layout=Layout(b"%d" % version, b""),
+            layout=Layout(str(version).encode(), b""),
         )
         return roster.publish(layout, 2) is not None
 
-    roster.generation = G1
-    assert [publish(0, 1, G1), publish(1, 1, G1), publish(1, 1, G1)] == [False, True, False]
+    first, second = Version(G1, 0), Version(G1.next(), 0)
+    assert [publish(0, first), publish(1, first)] == [False, True]
+    assert publish(1, first), "a rank that says it again may not have heard the answer"
     roster.seat(G1.next(), [])
-    assert dict(roster.all_layouts().by_rank()) == {0: (b"1", b""), 1: (b"1", b"")}
-    assert [publish(0, 1, G1.next()), publish(1, 1, G1.next())] == [False, True]
-    # A successor seats members of which some live since before the newest generation: what they say again counts.
-    roster.seat(G1.next().next(), [], since=G1.next())
-    assert [publish(0, 1, G1), publish(0, 1, G1.next())] == [False, True]
+    assert dict(roster.all_layouts().by_rank()) == {0: (b"1.1/0", b""), 1: (b"1.1/0", b"")}
+    assert [publish(0, second), publish(1, NO_VERSION), publish(1, second)] == [False, False, True]
+    successor = Roster()
+    layouts = roster.all_layouts()
+    successor.recall(Catalogued(member_id=MemberId(1), generation=G1.next(), version=second, layouts=layouts))
+    roster = successor
+    assert not publish(0, second) and roster.agreed(2) == second, "all have it"
+    assert not publish(0, NO_VERSION) and roster.agreed(2) == NO_VERSION
+    roster.forget_layouts()
+    assert roster.agreed(2) == NO_VERSION and not publish(0, first)

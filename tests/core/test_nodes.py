@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.core.council import StandDown
 from holdfast.core.history import Past
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import NO_VERSION, Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.membership import assign
 from holdfast.core.messages import (
@@ -151,7 +151,14 @@ def take_over(alone: int) -> Job:
     seen = MemberSeen(MemberId(2), Generation(1, 1), 1, 102, "ready", 5)
     job.post(AgentHello(node_id=B, slots=1, pid=1, members=(seen,), host="hB", port=7))
     layouts = Layouts.of({0: Layout(b"{}", b""), 1: Layout(b"{}", b"")})
-    job.post(Catalogued(member_id=MemberId(2), generation=Generation(1, 1), version=1, layouts=layouts))
+    job.post(
+        Catalogued(
+            member_id=MemberId(2),
+            generation=Generation(1, 1),
+            version=Version(Generation(1, 1), 0),
+            layouts=layouts,
+        )
+    )
     if not alone:
         job.post(AgentHello(node_id=C, slots=1, pid=2, host="hC", port=7))
         job.post(AgentBeat(node_id=C))
@@ -307,16 +314,19 @@ def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
     job = started()
     roster = job.controller.job.roster
 
-    def publish(rank: int, version: int, generation: Generation) -> bool:
-        member_id = roster.members[rank].member_id
+    def publish(rank: int, version: Version, generation: Generation) -> bool:
         layout = LayoutPublished(
-            member_id=member_id, generation=generation, rank=rank, version=version, layout=Layout(b"{}", b"")
+            member_id=roster.members[rank].member_id,
+            generation=generation,
+            rank=rank,
+            version=version,
+            layout=Layout(b"{}", b""),
         )
         return roster.publish(layout, 2) is not None
 
     first, second = Generation(1, 1), Generation(1, 2)
-    assert not publish(1, 2, first), "rank 0 died before it published its second layout"
-    roster.generation = second  # its newcomer has joined
-    assert publish(0, 2, second)
-    roster.seat(Generation(1, 3), [])
-    assert not publish(0, 3, second), "after a restart of all, what was said before does not count"
+    assert not publish(1, Version(first, 3), first), "rank 0 died before it told its second layout"
+    assert roster.agreed(2) == NO_VERSION, "its newcomer stands at none"
+    assert not publish(0, NO_VERSION, second)
+    assert [publish(rank, Version(second, 1), second) for rank in (0, 1)] == [False, True]
+    assert roster.agreed(2) == Version(second, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import pytest
 
 import holdfast.core.agent as agent_module
@@ -13,16 +14,20 @@ import holdfast.core.recovery as recovery_module
 from holdfast.core.agent import Agent
 from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.fault import Fault
-from holdfast.core.ids import Generation, MemberId
-from holdfast.core.layouts import Layouts
+from holdfast.core.ids import NO_VERSION, Generation, MemberId, Version
+from holdfast.core.layouts import Layout, Layouts
+from holdfast.core.membership import Roster
 from holdfast.core.messages import Assignment, Command, Receive, Record, Settled
 from holdfast.core.policy import Situation
 from holdfast.core.recovery import Recovery
+from holdfast.core.sightings import CopyDigest
 from holdfast.core.spares import Spares
 from holdfast.core.survey import Survey
-from holdfast.core.vote import Tally
+from holdfast.core.told import Telling, Told
+from holdfast.core.vote import Ballot, Tally
 from holdfast.sim.checks import Violation
 from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.holding import Holding
 from holdfast.sim.plant import Save, Store
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import World, run_sim
@@ -179,17 +184,63 @@ def test_saving_without_comparing_the_copies() -> None:
     assert catch(Mutant, frozenset({"sealed_was_compared"}))
 
 
-def test_giving_without_comparing_the_copies() -> None:
-    class Trusting(SimWorker):
-        """Vouches for anything."""
+def test_giving_without_comparing_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def vouching_for_anything(holding: Holding, differs: bool) -> CopyDigest:
+        return CopyDigest(str(holding._owner.rank), "w", 7 + differs)
 
-        def _holders(self) -> str:
-            return str(self.rank)
+    monkeypatch.setattr(Holding, "copy", vouching_for_anything)
+    assert catch(World, frozenset({"sealed_was_compared", "given_was_compared"}))
 
-    class Mutant(World):
-        worker_type = Trusting
 
-    assert catch(Mutant, frozenset({"sealed_was_compared", "given_was_compared"}))
+def test_keeping_it_secret_that_a_layout_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ballot = Told.ballot
+
+    def secretive(told: Told, said: Ballot, generation: Generation, have: Version) -> Ballot:
+        return msgspec.structs.replace(ballot(told, said, generation, have), moved=False)
+
+    monkeypatch.setattr(Told, "ballot", secretive)
+    assert catch(World) == {"saved_by_one_catalogue"}
+
+
+def test_taking_a_catalogue_that_never_came_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ballot = Told.ballot
+
+    def confident(told: Told, said: Ballot, generation: Generation, have: Version) -> Ballot:
+        return ballot(told, said, generation, told.version)
+
+    monkeypatch.setattr(Told, "ballot", confident)
+    assert catch(World) == {"saved_by_one_catalogue"}
+
+
+def test_telling_a_change_under_a_version_that_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Told.note
+
+    def eager(told: Told, layout: Layout, generation: Generation) -> Telling | None:
+        return note(told, layout, generation) and Telling(told.version, layout)
+
+    monkeypatch.setattr(Told, "note", eager)
+    assert catch(World) == {"one_catalogue_per_version"}
+
+
+def test_a_catalogue_of_several_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(roster: Roster, world_size: int) -> Version:
+        versions = [told.version for told in roster.layouts.values()]
+        return max(versions) if len(versions) == world_size else NO_VERSION
+
+    monkeypatch.setattr(Roster, "agreed", careless)
+    assert catch(World) == {"one_catalogue_per_version"}
+
+
+def test_a_newcomer_that_claims_the_version_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherit = Told.inherit
+
+    def claiming(told: Told, version: Version, layout: Layout) -> Telling:
+        telling = inherit(told, version, layout)
+        told._under = layout
+        return telling
+
+    monkeypatch.setattr(Told, "inherit", claiming)
+    assert catch(World) == {"saved_by_one_catalogue"}
 
 
 def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.MonkeyPatch) -> None:

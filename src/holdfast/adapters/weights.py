@@ -20,17 +20,20 @@ EXTRA_STATE = "_extra_state"
 """The part of a name that says: not a tensor of the module, but what it gives as its extra state."""
 
 
-def joined_values(path: Place | Opened, names: Collection[str] | None = None) -> dict[str, Plain]:
+def joined_values(
+    path: Place | Opened, names: Collection[str] | None = None, rank: int = -1
+) -> dict[str, Plain]:
     """The values of the first writer, with what differs by parameter or module (optimizer state, names) of all of them.
 
     Args:
         names: tensors of the rank that asks: writers that have nothing to say about them are left out, and the one that
-            has most is the first.
+            has most is the first, or the rank itself when nobody has more.
+        rank: the one that asks.
 
     Raises:
         CheckpointInvalid: damaged.
     """
-    first, *others = load_values_of_all(path, names)
+    first, *others = load_values_of_all(path, names, rank)
     values = cast(dict[str, Plain], dict(first))
     if not is_sessions(values):
         return values
@@ -38,6 +41,7 @@ def joined_values(path: Place | Opened, names: Collection[str] | None = None) ->
         for other in others:
             values["aliases"] = {**values["aliases"], **other["aliases"]}  # type: ignore[dict-item]
             values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})  # type: ignore[misc]
+            values["state"] = {**other["state"], **values["state"]}  # type: ignore[dict-item]
             if "modules" in values:
                 values["modules"] = {**values["modules"], **other["modules"]}  # type: ignore[dict-item]
             values["optimizers"] = {
@@ -69,15 +73,18 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     """Of the tensors of a checkpoint (a set or a mapping), those that are neither parameters nor buffers.
 
     Values of some writers say it of a whole checkpoint, too: what they need not name is optimizer state of parameters
-    and extra state of modules of others, and these have names that no tensor of a model has.
+    and extra state of modules of others, and what the user's own state has on another rank alone; these have names that
+    no tensor of a model has.
     """
     if "framework" in values:  # not torch: values that name no tensors
         return {name for name in names if name.startswith("optimizer.")}
     found = {str(name) for name in _tensors_of(values)}
     starts = tuple(f"optimizer.{name}." for name in values.get("optimizers") or ())
+    own = tuple(f"state.{name}." for name in values.get("state") or ())
     for name in names:
         start = next((s for s in starts if name.startswith(s)), "")
-        if (start and _is_of_another(name.removeprefix(start), names)) or EXTRA_STATE in name.split("."):
+        of_another = start and _is_of_another(name.removeprefix(start), names)
+        if of_another or EXTRA_STATE in name.split(".") or f"{name}.".startswith(own):
             found.add(name)
     return found
 

@@ -153,7 +153,7 @@ class Controller:
             case SessionOpened():
                 self._session_opened(now, member, event)
             case LayoutPublished():
-                self._layout_published(event)
+                self._layout_published(member, event)
             case WorkerFailed():
                 self._worker_failed(now, member, event)
             case ExitAsked():
@@ -207,15 +207,18 @@ class Controller:
             if other.exited is not None and other.opened_step is None and other.finished is None:
                 self.recovery.member_fault(now, other, "exit", "left without a session")
 
-    def _layout_published(self, event: LayoutPublished) -> None:
+    def _layout_published(self, member: Member, event: LayoutPublished) -> None:
         job = self.job
+        known = job.roster.catalogued
         layouts = job.roster.publish(event, job.world_size)
         if layouts is None:
             return
         catalogued = Catalogued(
             member_id=EVERYBODY, generation=job.generation, version=event.version, layouts=layouts
         )
-        for node_id in sorted({m.node_id for m in job.roster.living}, key=node_order):
+        again = event.version == known
+        nodes = {member.node_id} if again else {m.node_id for m in job.roster.living}
+        for node_id in sorted(nodes, key=node_order):
             job.send_node(node_id, catalogued)  # once per node: it is as large as the job
 
     def _worker_failed(self, now: float, member: Member, event: WorkerFailed) -> None:

@@ -67,7 +67,7 @@ class Fleet:
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
                 for s in self._past.seats
             ]
-            job.roster.seat(self._past.seated, members, self._past.started)
+            job.roster.seat(self._past.seated, members)
             self.recovery.seated(self._past.opened, self._past.in_place)
 
     # ---------------------------------------------------------------- agents

@@ -34,7 +34,6 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
     seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
-    started: Generation = NO_GENERATION  # the newest one that all members were started in
     seats: tuple[Seat, ...] = ()
     last_member: int = 0
     attempts: int = 0
@@ -99,7 +98,6 @@ def _started(past: Past, data: Data) -> Changes:
     if data["in_place"]:
         return seated
     return seated | {
-        "started": generation,
         "attempts": _int(data, "attempt") + 1,
         "opened": False,
         "released": False,

@@ -7,7 +7,8 @@ a position inside one generation; a *generation* is one membership of the job. T
 Invariants:
 1. Generations are totally ordered by (term, n); a message of a lower generation than the receiver's is refused.
 2. A save id is a pure function of (run, generation, step, attempt): every rank computes the same one.
-3. The step of a save id is one that the name of its directory can say: an attempt that nobody lists is never made.
+3. All ranks of a generation count its votes alike, so a version means the same to all of them.
+4. The step of a save id is one that the name of its directory can say: an attempt that nobody lists is never made.
 """
 
 from __future__ import annotations
@@ -67,6 +68,20 @@ def memory_name(step: int) -> str:
 
 
 NO_GENERATION = Generation(0, 0)
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Names what all ranks told after the ``vote``-th vote of ``generation``; 0: what they told at their start."""
+
+    generation: Generation
+    vote: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}/{self.vote}"
+
+
+NO_VERSION = Version(NO_GENERATION, 0)
+"""Of what a rank told on its own."""
 
 
 class SaveId(msgspec.Struct, frozen=True, order=True):

@@ -13,12 +13,14 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     Assignment,
@@ -71,11 +73,11 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Told(NamedTuple):
-    """The layout of one rank, and of when."""
+    """The newest layout of one rank."""
 
-    version: int
-    generation: Generation
+    version: Version
     layout: Layout
+    by_itself: bool  # the rank has told it to this controller
 
 
 class Roster:
@@ -87,20 +89,16 @@ class Roster:
         self._ranks: dict[int, MemberId] = {}
         self._sorted: list[Member] | None = None  # by rank, made at need
         self._living: list[Member] | None = None
-        self.since = NO_GENERATION  # the newest start of all members: what was published before is of others
         self.layouts: dict[int, Told] = {}
         self._tables: dict[bytes, bytes] = {}  # one object for equal ones
-        self.catalogued_version = -1
+        self._versions: Counter[Version] = Counter()  # of the layouts
+        self.catalogued = NO_VERSION  # the newest version whose catalogue was sent
 
-    def seat(
-        self, generation: Generation, members: Iterable[Member], since: Generation | None = None
-    ) -> None:
-        """Replace all members by those of a new start, or by those that live ``since`` an earlier one."""
+    def seat(self, generation: Generation, members: Iterable[Member]) -> None:
+        """Replace all members."""
         self.generation = generation
-        self.since = generation if since is None else since
         self._members = {}
         self._ranks = {}
-        self.catalogued_version = -1
         for member in members:
             self.add(member)
 
@@ -157,29 +155,38 @@ class Roster:
         return [m for m in self.living if m.node_id == node_id]
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep a layout; all layouts when it completes a version that was not complete yet."""
-        self._keep(layout.rank, layout.version, layout.generation, layout.layout)
-        if len(self.layouts) < world_size or layout.version <= self.catalogued_version:
+        """Keep a layout; all layouts when it completes a version.
+
+        Also when its rank says the same again: what it was told may have died with its agent.
+        """
+        before = self.layouts.get(layout.rank)
+        again = before is not None and before.by_itself and before.version == layout.version
+        self._keep(layout.rank, layout.version, layout.layout, by_itself=True)
+        if self.agreed(world_size) == NO_VERSION or (layout.version == self.catalogued and not again):
             return None
-        version, since = layout.version, self.since
-        if any(v.version != version or v.generation < since for v in self.layouts.values()):
-            return None
-        self.catalogued_version = layout.version
+        self.catalogued = layout.version
         return self.all_layouts()
+
+    def agreed(self, world_size: int) -> Version:
+        """The version that all layouts are of; NO_VERSION while a rank has told another one, or none."""
+        version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
+        return version if ranks == world_size else NO_VERSION
 
     def recall(self, catalogued: Catalogued) -> None:
         """What an earlier controller told everybody: layouts of ranks that can no longer say theirs."""
         for rank, layout in catalogued.layouts.by_rank().items():
             if rank not in self.layouts:
-                self._keep(rank, catalogued.version, catalogued.generation, layout)
-        if catalogued.generation >= self.since and all(
-            v.version == catalogued.version for v in self.layouts.values()
-        ):
-            self.catalogued_version = max(self.catalogued_version, catalogued.version)  # all have it
+                self._keep(rank, catalogued.version, layout, by_itself=False)
+        self.catalogued = max(self.catalogued, catalogued.version)  # all have it
 
-    def _keep(self, rank: int, version: int, generation: Generation, layout: Layout) -> None:
+    def _keep(self, rank: int, version: Version, layout: Layout, *, by_itself: bool) -> None:
         table = self._tables.setdefault(layout.table, layout.table)
-        self.layouts[rank] = Told(version, generation, Layout(layout.own, table))
+        before = self.layouts.get(rank)
+        if before is not None:
+            self._versions[before.version] -= 1
+            self._versions += Counter()  # without those of nobody
+        self._versions[version] += 1
+        self.layouts[rank] = Told(version, Layout(layout.own, table), by_itself)
 
     def all_layouts(self) -> Layouts:
         """The newest layout of each rank."""
@@ -187,7 +194,7 @@ class Roster:
 
     def forget_layouts(self) -> None:
         """The job has another number of ranks: what was said of the one before is of no use."""
-        self.layouts, self._tables = {}, {}
+        self.layouts, self._tables, self._versions = {}, {}, Counter()
 
     def check(self) -> None:
         """Raise InternalError when an invariant is broken."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
 from holdfast.core.layouts import Layout, Layouts
 
 PROTOCOL_VERSION = 1
@@ -57,12 +57,15 @@ class SessionOpened(Message, frozen=True):
 
 
 class LayoutPublished(Message, frozen=True):
-    """What boxes this rank holds (``store.layout.RankLayout``); sent again when it changes."""
+    """What boxes this rank holds (``store.layout.RankLayout``); sent again when it changes.
+
+    ``version`` names the vote after which all ranks tell theirs; NO_VERSION: this rank tells its own by itself.
+    """
 
     member_id: MemberId
     generation: Generation
     rank: int
-    version: int
+    version: Version
     layout: Layout
 
 
@@ -226,8 +229,7 @@ class Receive(Message, frozen=True):
     step: int
     sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
     layouts: Layouts
-    layout_version: int  # of the rank's own layout
-    catalogued_version: int  # of the newest complete catalogue, -1 for none
+    version: Version  # that all of these layouts were told under; NO_VERSION: there is none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
     kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
 
@@ -267,11 +269,11 @@ class ExitOrder(Message, frozen=True):
 
 
 class Catalogued(Message, frozen=True):
-    """All ranks published layout ``version``: the layouts of the generation."""
+    """All ranks published a layout under ``version``: here they are."""
 
     member_id: MemberId
     generation: Generation
-    version: int
+    version: Version
     layouts: Layouts
 
 

@@ -117,8 +117,7 @@ class Replacement:
             step=job.step,
             sources={str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())},
             layouts=job.roster.all_layouts(),
-            layout_version=job.roster.layouts[member.rank].version,
-            catalogued_version=job.roster.catalogued_version,
+            version=job.roster.agreed(job.world_size),
             local=self.local_of(member),
             kept=self._kept,
         )

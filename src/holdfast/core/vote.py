@@ -27,7 +27,7 @@ STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
 DIGEST_MODULUS = 1 << 64
 FIELDS = (
-    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep"),
+    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved"),
     *("step", "step_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
@@ -39,19 +39,27 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients are worth nothing
     exit: bool = False  # asked to leave after this step
-    save: bool = False  # asks for a checkpoint after this step
+    save: bool = (
+        False  # asks for a checkpoint after this step; between two steps: could not do its part of one
+    )
     due: bool = False  # its policy says that a periodic one is due after this step
     busy: bool = False  # its save before is still being written: another one now would hold up the step
     nonfinite: bool = False  # its gradients hold inf or nan
     keep: bool = False  # it can afford to keep its state in memory after this step
+    moved: bool = (
+        False  # the layout that it told last under a vote's name is not its own, or not all were told
+    )
     plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # of its copies times its factors, any integer
-    between: bool = False  # no vote of a step, but one between the last and ``step``: compares copies only
+    between: bool = False  # no vote of a step, but one between the last and ``step``
 
     def encode(self) -> list[int]:
         """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
         residue = (2 * self.step + self.between) % STEP_MODULUS
-        flags = (self.unsound, self.exit, self.save, self.due, self.busy, self.nonfinite, self.keep)
+        flags = (
+            *(self.unsound, self.exit, self.save, self.due, self.busy),
+            *(self.nonfinite, self.keep, self.moved),
+        )
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
             *(1, *(int(flag) for flag in flags), residue, residue * residue),
@@ -70,6 +78,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool = False
     nonfinite: bool = False
     keep: bool = False  # all ranks do
+    moved: bool = False  # all tell their layouts under the name of this vote (``core/told.py``)
     compared: bool = False  # all ranks have compared their copies, and all are equal
     differ: bool = False  # copies of the state differ
     reason: str = ""
@@ -83,8 +92,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, due, busy, nonfinite, keep = vector[:8]
-        total, squares, plan, plans_squared, digest = vector[8:]
+        count, unsound, leave, save, due, busy, nonfinite, keep, moved = vector[:9]
+        total, squares, plan, plans_squared, digest = vector[9:]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {world_size} ranks voted")
         if unsound != 0:
@@ -102,5 +111,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             busy=busy > 0,
             nonfinite=nonfinite > 0,
             keep=keep == world_size,
+            moved=moved > 0,
             compared=compared,
         )

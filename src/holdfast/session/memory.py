@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.ids import NO_VERSION
 from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
@@ -69,7 +70,7 @@ class Tier:
     ) -> None:
         self._pull = pull
         self._rank = rank
-        self._version = 0  # of the layouts that were looked at
+        self._version = NO_VERSION  # of the layouts that were looked at
         self._alone = False  # some box of the job has one holder
         self._said = False
         self._kept_s = time.monotonic()
@@ -140,7 +141,7 @@ class Tier:
         self._alone = any(
             len(who) == 1 for tensors in catalogue.kinds.values() for _, who in catalogue.boxes(tensors[0])
         )
-        if self._version > 1 and not self._said:  # the first layouts lack what the first update makes
+        if self._version.vote and not self._said:  # the first layouts lack what the first update makes
             self._said = True
             own = sum(
                 box.numel * DTYPE_SIZE_BYTES[tensor.dtype]

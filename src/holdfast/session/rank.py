@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from holdfast.adapters.base import Adapter
-from holdfast.core.ids import NO_GENERATION, Generation, MemberId
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
 from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
     Catalogued,
@@ -77,7 +77,7 @@ class Rank:
     Attributes:
         goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
-        layouts: of all ranks, as they sent them.
+        catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
     def __init__(self, adapter: Adapter, client: Client | None) -> None:
@@ -92,7 +92,7 @@ class Rank:
         self.rewind = -1
         self.goes_back = False
         self._out = False  # the main thread is in the script, between a step of the loop and its block
-        self.catalogue_version = 0
+        self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
         self._calls = Calls()
@@ -300,7 +300,7 @@ class Rank:
     def on_catalogued(self, message: Catalogued) -> None:
         """Everyone's layouts."""
         with self.changed:
-            if message.version >= self.catalogue_version:
+            if message.version > self.catalogue_version:
                 self.catalogue_version = message.version
                 self.layouts = message.layouts.by_rank()
             self.changed.notify_all()
@@ -560,7 +560,7 @@ class Rank:
         self._await_release()
         return True
 
-    def publish(self, version: int, layout: Layout) -> None:
+    def publish(self, version: Version, layout: Layout) -> None:
         """Tell the controller what this rank holds."""
         if self.client is not None:
             self.client.send(
@@ -573,16 +573,15 @@ class Rank:
                 )
             )
 
-    def await_catalogue(self, version: int, timeout_s: float) -> Mapping[int, Layout] | None:
-        """Layouts of all ranks at ``version`` or newer; None when they did not come in time, or a fence did."""
+    def await_catalogue(self, version: Version, timeout_s: float) -> None:
+        """Wait for the layouts of all ranks at ``version``, until a fence comes or the time is over."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while self.catalogue_version < version:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self.fenced or self.orphaned:
-                    return None
+                    return
                 self.changed.wait(min(left_s, POLL_S))
-            return self.layouts
 
     def _await_release(self, limit_s: float = math.inf) -> None:
         deadline_s = time.monotonic() + limit_s

@@ -310,7 +310,7 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
     ours = _built(adapter)
     with opened(path) as source:
         catalogue = load_catalogue(source)
-        values = joined_values(source, ours.tensors)
+        values = joined_values(source, ours.tensors, adapter.rank)
         for key in ("session", "optimizers", "schedulers", "state"):
             if not isinstance(values.get(key), dict):
                 raise CheckpointMismatch(
@@ -324,6 +324,8 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
         beside = beside_the_model(catalogue.by_fqn, values)
+        if not {t.fqn for t in catalogue.tensors} <= wanted | beside | set(built):
+            beside |= beside_the_model(catalogue.by_fqn, joined_values(source))  # state of other ranks alone
         # Names beside the model need not be asked for: other stages keep state of their own parameters, and a parameter
         # of ours may have none yet. That the optimizer is the same one, ``restore`` has looked.
         known = [

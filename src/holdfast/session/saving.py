@@ -22,10 +22,10 @@ from typing import Any
 from holdfast.adapters.base import Adapter, Collected, PinsMemory
 from holdfast.core.ids import Generation, SaveId
 from holdfast.core.layouts import Layout, Layouts
-from holdfast.core.messages import Catalogued, Receive, SaveReported, Settle
+from holdfast.core.messages import SaveReported, Settle
 from holdfast.core.page import Phase
 from holdfast.core.sightings import CopyDigest, Vouched
-from holdfast.core.vote import Ballot, Tally
+from holdfast.core.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.runtime.client import Client
 from holdfast.session.handover import Giver
@@ -33,6 +33,7 @@ from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import POLL_S, TEXT_LENGTH_MAX, Rank
 from holdfast.session.verify import Verifier
+from holdfast.session.votes import Votes
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Catalogue
@@ -49,7 +50,6 @@ from holdfast.store.writer import Written, write_share
 
 log = logging.getLogger("holdfast")
 
-CATALOGUE_TIMEOUT_S = 15.0
 SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SEAL_POLL_S = 0.02
@@ -71,6 +71,7 @@ class Saver:
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
         pace: hears what saves cost.
+        votes: of this rank.
         verifier: compares the copies of the state before any of it is written.
         copies: of everything that is saved beside training, on as many ranks as hold it.
         tier: what this rank keeps in memory.
@@ -87,6 +88,7 @@ class Saver:
         values: Values,
         locals_: Locals,
         pace: Pace,
+        votes: Votes,
         verifier: Verifier,
         tier: Tier,
         *,
@@ -105,15 +107,13 @@ class Saver:
         self._values = values
         self._locals = locals_
         self._pace = pace
+        self._votes = votes
         self._verifier = verifier
         self._copies = copies
-        self._version = 0
-        self._published = Layout(b"", b"")
-        self._size = -1
         self._noting = threading.Lock()  # a small save is written before its cost is known
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
-        self._planned: tuple[int, Catalogue, Plan] | None = None
+        self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
         self._giver: Giver | None = None
         if rank.client is not None:
             self._giver = Giver(
@@ -131,10 +131,9 @@ class Saver:
         )
 
     def start(self) -> None:
-        """Begin: the writer thread, the first layout."""
+        """Begin: the writer thread."""
         if self.root is not None:
             self._background.__enter__()
-        self.publish()
 
     @property
     def busy(self) -> bool:
@@ -174,63 +173,23 @@ class Saver:
     def _all_wrote(self, written: bool) -> bool:
         """Whether every rank could write its share of this step. Raises: PeerLost."""
         ballot = Ballot(step=self._rank.step, between=True, save=not written)
-        tally = Tally.read(self._adapter.vote(ballot.encode()), self._adapter.world_size)
+        tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
-
-    def inherit(self, order: Receive) -> None:
-        """A newcomer takes over what the rank that it replaces has published, and everyone's layouts."""
-        self._version = order.layout_version
-        self._published = order.layouts.by_rank()[self._adapter.rank]
-        if order.catalogued_version >= 0:
-            self._rank.on_catalogued(
-                Catalogued(
-                    member_id=order.member_id,
-                    generation=order.generation,
-                    version=order.catalogued_version,
-                    layouts=order.layouts,
-                )
-            )
-        # Said again by the one who lives: agent and controller may both be successors by the next fault.
-        self._rank.publish(self._version, self._published)
-
-    # ------------------------------------------------------------------ layouts
-
-    def publish(self, collected: Collected | None = None) -> None:
-        """Tell all what this rank holds, when that has changed."""
-        if collected is None:
-            size = self._adapter.state_size()
-            if size == self._size:
-                return
-            collected, self._size = self._adapter.collect(), size
-        else:
-            self._size = -1  # that of another moment: looked at again when the next step has ended
-        layout = collected.layout(self._adapter.rank, self._adapter.world_size).encode()
-        if layout != self._published:
-            self._version += 1
-            self._published = layout
-            self._planned = None
-            self._rank.publish(self._version, layout)
 
     def _collected_to_give(self, frozen: bool) -> Collected:
         """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
         collected = self._adapter.collect(frozen=frozen)
-        self.publish(collected)
+        self._votes.tell(collected)
         return collected
 
     def _plan(self) -> tuple[Catalogue, Plan]:
-        """Catalogue and plan over all ranks. Raises: StateError when the layouts of the others did not come."""
-        if self._planned is not None and self._planned[0] == self._version:
-            return self._planned[1:]
-        if self._rank.client is None:
-            layouts: Mapping[int, Layout] | None = {self._adapter.rank: self._published}
-        else:
-            layouts = self._rank.await_catalogue(self._version, CATALOGUE_TIMEOUT_S)
-        if layouts is None:
-            raise StateError(f"the layouts of the other ranks did not come within {CATALOGUE_TIMEOUT_S:g} s")
-        catalogue = Catalogue.from_encoded(layouts)
-        made = plan(catalogue, frozenset(range(self._adapter.world_size)), self._copies)
-        self._planned = (self._version, catalogue, made)
-        return catalogue, made
+        """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
+        layouts = self._votes.layouts()
+        if self._planned is None or self._planned[0] != layouts:
+            catalogue = Catalogue.from_encoded(layouts)
+            made = plan(catalogue, frozenset(range(self._adapter.world_size)), self._copies)
+            self._planned = (layouts, catalogue, made)
+        return self._planned[1:]
 
     # ------------------------------------------------------------------ saves of a running job
 
@@ -324,14 +283,13 @@ class Saver:
         """The state, when all its copies are equal, and how it is written."""
         try:
             collected = self._adapter.collect()
-            self.publish(collected)
-            catalogue, made = self._plan()
+            self._votes.tell(collected)
         except HoldfastError:
             self._verifier.agree(None)  # the others wait for this rank's word
             raise
         if not self._verifier.agree(collected):
             self._rank.await_end()
-        return collected, catalogue, made
+        return collected, *self._plan()
 
     def _await_seal(self, path: Place) -> bool:
         """The other ranks are writing their shares."""

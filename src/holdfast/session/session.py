@@ -46,6 +46,7 @@ from holdfast.session.signals import ExitWatch
 from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
 from holdfast.session.verify import Verifier
+from holdfast.session.votes import Votes
 from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_store
 from holdfast.store.place import ROOT_VARIABLE, absolute
@@ -111,13 +112,14 @@ class Session:
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
         self._sections = Sections(self._rank)
         self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
-        self._verifier = Verifier(self._rank, self._adapter, run.verify_every)
+        self._votes = Votes(self._rank, self._adapter)
+        self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Saver(
             self._rank, self._adapter, self.root, run.saves_as, settings.keep,
-            lambda collected: self._values(collected, self.step), self._locals, self._pace, self._verifier,
-            self._tier, copies=settings.copies, lineage=lambda: self._lineage,
+            lambda collected: self._values(collected, self.step), self._locals, self._pace, self._votes,
+            self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
         )  # fmt: skip
-        self._blocks = Blocks(self._rank, self._adapter, self)
+        self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
         self._rank.connect(
@@ -207,7 +209,7 @@ class Session:
                 self._rank.await_end()
         else:
             self._stand_at(take(self._adapter, client, order))
-        self._saver.inherit(order)
+        self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
     def _attach(self) -> None:
@@ -270,6 +272,7 @@ class Session:
                     live=self._adapter.live,
                 )
             )
+        self._votes.tell()
         saver.start()
         self._pace.start(self._step)
         rank.enter(Phase.READY)
@@ -469,7 +472,7 @@ class Session:
         payload = self._loops.note()
         following = self.step + 1
         with self._reading(following):
-            self._saver.publish()
+            self._votes.tell()
             self._tier.committing(following, tally.keep)
         return payload
 

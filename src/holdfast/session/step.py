@@ -19,6 +19,7 @@ from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.rank import Rank
+from holdfast.session.votes import Votes
 
 
 class StepAborted(Aborted):
@@ -137,11 +138,13 @@ class Blocks:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
+        votes: of this rank.
         owner: the session.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, owner: Owner) -> None:
+    def __init__(self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner) -> None:
         self._rank = rank
+        self._votes = votes
         self._adapter = adapter
         self._owner = owner
         self._current: Step | None = None
@@ -264,7 +267,7 @@ class Blocks:
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
         self._tally = Tally(passed=False)
         try:
-            tally = Tally.read(adapter.vote(ballot.encode()), adapter.world_size)
+            tally = self._votes.cast(ballot)
         except PeerLost:
             state = rank.vote_broken()
         else:

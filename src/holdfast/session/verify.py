@@ -3,12 +3,14 @@
 Theory. Between two updates the state of all holders of a box must be the same, bit for bit. Each vote carries one word
 that is zero when all slices of this turn agree (``core/vote.py``, ``store/copies.py``), so after ``every`` steps all of
 the state was compared, without a message more. Before the state goes anywhere (a checkpoint, a newcomer) all of it is
-compared at once. What differs is never trusted again: no rank updates, saves or gives away after such a vote, and each
-tells the controller the digests of what it holds, which names the odd one out.
+compared at once, by the layouts of that moment: a vote before makes sure that all ranks have them. What differs is
+never trusted again: no rank updates, saves or gives away after such a vote, and each tells the controller the digests
+of what it holds, which names the odd one out.
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
-2. ``agree`` returns True only when all copies were equal, or nothing can be compared.
+2. ``agree`` returns True only when all copies were equal, or nothing can be compared, and every rank has the same,
+   present layouts of all.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from holdfast.adapters.base import Adapter, Collected, ComparesCopies
-from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
 from holdfast.core.sightings import CopyDigest, ranks_text
-from holdfast.core.vote import Ballot, Tally
+from holdfast.core.vote import Ballot
 from holdfast.errors import StateError
 from holdfast.session.rank import Rank
+from holdfast.session.votes import Votes
 from holdfast.store.copies import Copies, Extent, Group, runs
 from holdfast.store.layout import Catalogue
 
 log = logging.getLogger("holdfast")
+
+ROUNDS_MAX = 3
+"""Times that all ranks tell what they hold before one save, where it does not come to one of them."""
 
 Slices = Sequence[tuple[Group, Sequence[Extent]]]
 
@@ -34,16 +42,18 @@ class Verifier:
     """Compares the copies of one session.
 
     Args:
-        rank, adapter: of the session.
+        rank, adapter, votes: of the session.
         every: steps within which all of the state is compared; 0: never.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, every: int) -> None:
+    def __init__(self, rank: Rank, adapter: Adapter, votes: Votes, every: int) -> None:
+        self._votes = votes
         self._rank = rank
         self._adapter = adapter
         self._every = every
         self._copies: Copies | None = None
-        self._version = -1
+        self._version = NO_VERSION
+        self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
@@ -73,35 +83,60 @@ class Verifier:
         self._collected = None
 
     def agree(self, collected: Collected | None) -> bool:
-        """Compare the whole state between two steps, with all ranks; None: this rank has none to compare.
+        """Before state goes anywhere, between two steps: all ranks know what each holds now, and copies are equal.
+
+        Args:
+            collected: what this rank holds, and has told (``Votes.tell``); None: it cannot say, and nobody goes on.
 
         Returns: False when copies differ: the controller was told, and orders what follows.
 
         Raises:
             PeerLost: the vote broke.
-            StateError: the ranks do not stand at the same place.
+            StateError: the ranks do not stand at the same place, or one of them cannot go on.
         """
-        here = (self._rank.machine.generation, self._rank.step)
-        if not self.active or self._agreed == here:
+        if self._rank.client is None:
             return True
-        self._refresh()
-        if collected is not None:
-            self._drop_unknown(collected)
-        plan = digest = 0
-        if collected is not None and self._copies is not None:
-            self._collected, self._slices = collected, self._copies.whole()
-            plan, digest = self._copies.plan, self._digest(collected, self._slices)
-        ballot = Ballot(step=here[1], between=True, plan=plan, digest=digest)
-        tally = Tally.read(self._adapter.vote(ballot.encode()), self._adapter.world_size)
+        here = (self._rank.machine.generation, self._rank.step)
+        tally = self._votes.cast(Ballot(step=here[1], between=True, save=collected is None))
+        compares = owed = self.active and self._agreed != here
+        rounds = 0
+        while tally.passed and not tally.save and (tally.moved or owed) and rounds < ROUNDS_MAX:
+            if tally.moved:
+                self._votes.await_catalogue()  # to whom it does not come says in the next vote that it moved
+            tally = self._votes.cast(self._comparing(here[1], collected, compares))
+            owed, rounds = False, rounds + 1
         if tally.differ:
             self.tell(here[1])
             return False
         if not tally.passed:
-            raise StateError(f"step {here[1]}: the copies of the state were not compared: {tally.reason}")
-        if not tally.compared:
+            raise StateError(f"step {here[1]}: the ranks are not at one: {tally.reason}")
+        if tally.save or tally.moved:
+            raise StateError(
+                f"step {here[1]}: "
+                + (
+                    "a rank cannot say what it holds"
+                    if tally.save
+                    else "the layouts of all ranks did not come"
+                ),
+                hint="the log of another rank may say why",
+            )
+        if compares and not tally.compared:
             log.warning("holdfast: step %d: the copies of the state could not be compared", here[1])
-        self._agreed = here
+        self._agreed = here if compares else self._agreed
         return True
+
+    def _comparing(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
+        """The vote on the copies of the whole state, if there are any."""
+        said = Ballot(step=step, between=True, save=collected is None)
+        if collected is None or not compares:
+            return said
+        self._refresh()
+        self._drop_unknown(collected)
+        if self._copies is None:
+            return said
+        self._collected, self._slices = collected, self._copies.whole()
+        digest = self._digest(collected, self._slices)
+        return msgspec.structs.replace(said, plan=self._copies.plan, digest=digest)
 
     def tell(self, step: int) -> None:
         """The vote of ``step`` said that copies differ: tell what this rank holds."""
@@ -146,6 +181,14 @@ class Verifier:
             return False
         self._version = version
         self._collected = None  # of the layouts before: whoever asked for these, the next vote collects anew
-        catalogue = Catalogue.from_encoded(layouts)
+        try:
+            catalogue = Catalogue.from_encoded(layouts)
+        except StateError as error:
+            self._copies = None
+            if not self._unlike:
+                log.warning("holdfast: nothing is compared, and nothing could be saved: %s", error.message)
+            self._unlike = True
+            return True
+        self._unlike = False
         self._copies = Copies(catalogue, self._adapter.rank, self._compares.compares, self._every)
         return True

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from holdfast.core.decision import Report, committed_floor
-from holdfast.core.ids import Generation
+from holdfast.core.ids import Generation, SaveId, Version
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import AgentHello, Message, RankState, Record, Resume, Settle
 from holdfast.core.spares import is_spare
@@ -52,6 +52,8 @@ class Checks:
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
         self.distrusted = False  # copies differ: everything starts again
+        self._catalogues: dict[Version, Layouts] = {}
+        self._plans: dict[SaveId, Version] = {}
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
@@ -103,6 +105,18 @@ class Checks:
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
             raise Violation("memory_is_one_step", text)
+
+    def catalogued(self, version: Version, layouts: Layouts) -> None:
+        """A rank hears of everyone's layouts."""
+        if self._catalogues.setdefault(version, layouts) != layouts:
+            raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
+
+    def plans(self, save_id: SaveId, version: Version, told: bool) -> None:
+        """A rank plans a save by the catalogue of ``version``; ``told``: which has what the rank holds."""
+        first = self._plans.setdefault(save_id, version)
+        if first != version or not told:
+            text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"
+            raise Violation("saved_by_one_catalogue", text)
 
     def recorded(self, record: Record) -> None:
         """The controller said something."""

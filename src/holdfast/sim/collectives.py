@@ -76,11 +76,11 @@ class Group:
         self.world_size = world_size
         self.broken = False
         self.members: set[MemberId] = set()
-        self.rounds: dict[tuple[int, bool], Round] = {}
+        self.rounds: dict[int, Round] = {}
 
-    def round(self, step: int, between: bool = False) -> Round:
-        """The vote of ``step``, or the one before it that compares the copies only."""
-        return self.rounds.setdefault((step, between), Round(self.world_size))
+    def round(self, number: int) -> Round:
+        """The vote that all ranks of the generation count as this one."""
+        return self.rounds.setdefault(number, Round(self.world_size))
 
 
 class Collectives:
@@ -94,13 +94,13 @@ class Collectives:
         """Collectives of a generation."""
         return self._groups.setdefault(generation, Group(generation, self.scene.world_size))
 
-    def vote(self, worker: Voter, ballot: Ballot) -> None:
-        """A rank enters the vote of its step."""
+    def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
+        """A rank enters a vote, which it counts as this one."""
         group = self.group(worker.machine.generation)
         if group.broken:
             self._break(worker, 0.7)
             return
-        round_ = group.round(ballot.step, ballot.between)
+        round_ = group.round(number)
         round_.wrong |= worker.flipped
         if not round_.enter(worker.member_id, ballot) or round_.tally is None:
             return

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast.core.agent import REPEATED
 from holdfast.core.decision import Report
-from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId
-from holdfast.core.layouts import Layout
+from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId, Version
 from holdfast.core.messages import (
     Assignment,
+    Catalogued,
     ExitAgreed,
     ExitOrder,
     FaultSeen,
@@ -18,7 +17,6 @@ from holdfast.core.messages import (
     Finished,
     JoinAsked,
     Joined,
-    LayoutPublished,
     Leave,
     Message,
     RankState,
@@ -37,13 +35,14 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import CopiesDiffer, CopyDigest, Vouched, ranks_text
+from holdfast.core.sightings import CopiesDiffer, Vouched
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Ballot, Tally
 from holdfast.exits import Exit
 from holdfast.sim.collectives import Collectives
+from holdfast.sim.holding import CATALOGUE_TIMEOUT_S, Holding, Scene
 from holdfast.sim.memory import Memory
-from holdfast.sim.plant import Share, Store
+from holdfast.sim.plant import Share
 
 COMPUTE_S = 0.1
 UPDATE_S = 0.01
@@ -51,13 +50,11 @@ SAVE_EVERY = 5
 VERIFY_EVERY = 4
 
 
-class Surroundings(Protocol):
+class Surroundings(Scene, Protocol):
     """What a worker needs of the world."""
 
-    store: Store
     memory: Memory
     collectives: Collectives
-    world_size: int
     everyone: tuple[int, ...]
     until: int
 
@@ -88,8 +85,11 @@ class SimWorker:
         self.wrong = False  # a flipped bit, here or elsewhere, was in the gradients that it applied
         self._flipped_at = 0  # the turn in which it is compared
         self._agreed = (order.generation, -1)
-        self.comparing = False  # waits for the vote between two steps
+        self.comparing = False  # waits for a vote between two steps
+        self._asking = False  # of these, the first one: who holds what
+        self._wants: Version | None = None  # waits for the catalogue of this version
         self._next: Callable[[], None] = lambda: None  # what waits until the copies were compared
+        self.holding = Holding(self, world)
         self._vouching = False  # the state of a decision was compared, and goes somewhere
         self._given: Settle | None = None  # vouch for the state of this decision
         self.stopped = False
@@ -107,6 +107,7 @@ class SimWorker:
         self._order: SaveOrder | None = None
         self._ordered: SaveId | None = None
         self._tally: Tally | None = None
+        self._voted = 0  # the number of the last vote of a step
         self._released = False
         self._floor = -1
 
@@ -139,9 +140,7 @@ class SimWorker:
         )
 
     def send(self, message: Message) -> None:
-        """To the agent; the last of each kind is said again to a successor."""
-        if isinstance(message, REPEATED):
-            self.repeated[type(message)] = message
+        """To the agent."""
         self.world.uplink(self, message)
 
     def fail(self, what: str) -> None:
@@ -219,14 +218,7 @@ class SimWorker:
             live=True,
         )
         self.send(opened)
-        layout = LayoutPublished(
-            member_id=self.member_id,
-            generation=self.machine.generation,
-            rank=self.rank,
-            version=1,
-            layout=Layout(b"{}", b""),
-        )
-        self.send(layout)
+        self.holding.look()
         self.machine.open(step)
 
     def _ask(self) -> None:
@@ -246,6 +238,7 @@ class SimWorker:
             self._later(0.01, "exit", lambda: self.world.died(self, 1, None))
             return
         applied = memory.load(self.rank, order.step) if order.kept else found[0]
+        self.holding.inherit(order)
         self._open_at(order.step)
         self.applied = applied
         joined = Joined(member_id=self.member_id, generation=self.machine.generation, step=self.machine.step)
@@ -272,21 +265,27 @@ class SimWorker:
             return
         if self.machine.enter_vote():
             turn = self.machine.step % VERIFY_EVERY
-            ballot = Ballot(
-                step=self.machine.step,
-                plan=1,
-                digest=self._digest(self.flipped and self._flipped_at == turn),
-                exit=bool(self._exit_source),
-                save=(self.machine.step + 1) % SAVE_EVERY == 0,
-                unsound=self.world.collectives.group(self.machine.generation).broken,
+            self._cast(
+                Ballot(
+                    step=self.machine.step,
+                    plan=1,
+                    digest=self.holding.digest(self.flipped and self._flipped_at == turn),
+                    exit=bool(self._exit_source),
+                    save=(self.machine.step + 1) % SAVE_EVERY == 0,
+                    unsound=self.world.collectives.group(self.machine.generation).broken,
+                )
             )
-            self.world.collectives.vote(self, ballot)
+            self._voted = self.holding.told.vote.vote
+
+    def _cast(self, ballot: Ballot) -> None:
+        self.world.collectives.vote(self, self.holding.ballot(ballot), self.holding.told.vote.vote)
 
     def vote_result(self, tally: Tally) -> None:
         """The all-reduce completed here."""
         if not self.alive or self.stopped or self.machine.state != "voting":
             return
         self._tally = tally
+        self.holding.read(tally)
         if tally.differ:
             self.machine.vote_refused()
             self._copies_differ()
@@ -316,7 +315,7 @@ class SimWorker:
         if self.machine.state != "updating" or self.machine.step != step:
             return
         self.applied = step + 1
-        self.wrong |= self.world.collectives.group(self.machine.generation).round(step).wrong
+        self.wrong |= self.world.collectives.group(self.machine.generation).round(self._voted).wrong
         memory = self.world.memory
         if memory.due(step + 1):
             memory.begin(self.rank)
@@ -330,6 +329,7 @@ class SimWorker:
             self._committed()
 
     def _committed(self) -> None:
+        self.holding.drift()
         self.machine.end_block()
         self._vouch()
         self._write_ordered()
@@ -367,46 +367,49 @@ class SimWorker:
 
         self._compare(leave)
 
-    def _digest(self, differs: bool) -> int:
-        """Of this rank's copy, times its factor."""
-        shards, world_size = self.world.store.shards, self.world.world_size
-        count = len(range(self.rank % shards, world_size, shards))
-        return (7 + differs) * (1 - count if self.rank < shards else 1)
-
     def _compare(self, then: Callable[[], None]) -> None:
-        """Compare all copies with all ranks before ``then``, once per step and generation."""
-        if self._agreed == (self.machine.generation, self.machine.step):
-            then()
-            return
-        self._next, self.comparing = then, True
-        digest = self._digest(self.flipped)
-        self.world.collectives.vote(self, Ballot(step=self.machine.step, between=True, plan=1, digest=digest))
+        """Agree with all ranks on who holds what, and compare all copies, before ``then``."""
+        self._next, self._asking = then, True
+        self._between(0, 0)
+
+    def _between(self, plan: int, digest: int) -> None:
+        self.comparing, self._wants = True, None
+        self._cast(Ballot(step=self.machine.step, between=True, plan=plan, digest=digest))
 
     def compared(self, tally: Tally) -> None:
-        """The vote between two steps completed here."""
+        """A vote between two steps completed here."""
         if not self.alive or self.stopped or not self.comparing:
             return
         self.comparing = False
+        self.holding.read(tally)
+        first, self._asking = self._asking, False
+        here = (self.machine.generation, self.machine.step)
         if tally.differ:
             self._copies_differ()
+        elif tally.moved:
+            version = self._wants = self.holding.told.version
+            self._later(CATALOGUE_TIMEOUT_S, "no catalogue", lambda: self._came(version, late=True))
+            self._came(version)
+        elif first and self._agreed != here:
+            self._between(1, self.holding.digest(self.flipped))
         else:
-            self._agreed = (self.machine.generation, self.machine.step)
+            self._agreed = here
             self._next()
 
+    def _came(self, version: Version, *, late: bool = False) -> None:
+        """The catalogue that is waited for may be there; without it the next vote says that it never came."""
+        if self._wants == version and (late or self.holding.have >= version):
+            self._between(1, self.holding.digest(self.flipped))
+
     def _copies_differ(self) -> None:
-        copy = CopyDigest(self._holders(), "w", 7 + self.flipped)
         self.send(
             CopiesDiffer(
                 member_id=self.member_id,
                 generation=self.machine.generation,
                 step=self.machine.step,
-                copies=(copy,),
+                copies=(self.holding.copy(self.flipped),),
             )
         )
-
-    def _holders(self) -> str:
-        shards = self.world.store.shards
-        return ranks_text(range(self.rank % shards, self.world.world_size, shards))
 
     def _vouch(self) -> None:
         settle = self._given
@@ -414,7 +417,7 @@ class SimWorker:
         if settle is None or self.machine.step != settle.step or not here:
             return
         self._given, self._vouching = None, True
-        copies = (CopyDigest(self._holders(), "w", 7 + self.flipped),)
+        copies = (self.holding.copy(self.flipped),)
         vouched = Vouched(
             member_id=self.member_id, generation=settle.generation, step=settle.step, copies=copies
         )
@@ -436,17 +439,14 @@ class SimWorker:
         generation, step = self.machine.generation, self.machine.step
         save_id = SaveId("sim", generation, step, 0, kind)
         everyone = self.world.everyone
+        self.holding.plan(save_id)
         shards = self.world.store.share_of(self.rank, everyone)
         share = Share(self.rank, shards, self.applied, self.flipped or self.wrong)
         self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
 
     def _offer(self) -> None:
-        settle = self._settled
-        if (
-            settle is None
-            or self.machine.step != settle.step
-            or self.machine.state not in ("ready", "aborted")
-        ):
+        settle, machine = self._settled, self.machine
+        if settle is None or machine.step != settle.step or machine.state not in ("ready", "aborted"):
             return
         self._settled = None
         if settle.rewind >= 0 and not self.world.memory.verify(self.rank, settle.rewind):
@@ -526,6 +526,9 @@ class SimWorker:
                 self._later(0.002, "leave", lambda: self.world.died(self, code, None))
             case Release():
                 self._release()
+            case Catalogued():
+                self.holding.catalogued(message)
+                self._came(message.version)
             case ExitOrder():
                 self._exit_source = "" if message.cancel else message.source
             case _:
@@ -536,6 +539,7 @@ class SimWorker:
             return
         self._order = self._settled = self._given = None
         self.comparing = self._vouching = False
+        self._wants = None
         self._answer()
         if self.machine.state == "voting":
             self._later(self.world.jitter(0.0, 0.005), "poison", self.vote_broken)

@@ -17,12 +17,13 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.agent import Agent
+from holdfast.core.agent import REPEATED, Agent
 from holdfast.core.config import AgentConfig, Config
 from holdfast.core.controller import Controller
 from holdfast.core.council import JobFormed
 from holdfast.core.history import Past
-from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.ids import MemberId, NodeId, SaveId, Version
+from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
     AgentGone,
     CancelTimer,
@@ -105,6 +106,7 @@ class World:
         self.everyone = tuple(range(ranks))
         self.until = until
         self.rng = random.Random(seed)
+        self.whims = random.Random(seed)
         # Both rungs are searched.
         self.on_fault: Literal["auto", "restart"] = "restart" if seed % 4 == 3 else "auto"
         self.checks = Checks(self)
@@ -442,21 +444,21 @@ class World:
     def _rejoin(self, worker: SimWorker) -> None:
         if not worker.alive or worker.stopped:
             return
-        worker.hello()
-        for message in worker.repeated.values():
-            self.uplink(worker, message)
         queued, worker.queued = worker.queued, []
-        for message in queued:
+        worker.hello()
+        for message in (*worker.repeated.values(), *queued):
             self.uplink(worker, message)
 
     # ---------------------------------------------------------------- workers
 
     def uplink(self, worker: SimWorker, message: Message) -> None:
-        """From a worker to the agent of its node; kept while there is none."""
+        """From a worker to the agent of its node; kept while there is none, and in order."""
         agent = self._agents[worker.node_id]
-        if not agent.alive:
+        if not agent.alive or worker.queued:
             worker.queued.append(message)
             return
+        if isinstance(message, REPEATED):
+            worker.repeated[type(message)] = message
         self._link(
             f"w{worker.member_id}",
             worker.node_id,
@@ -490,6 +492,14 @@ class World:
             for worker in living:
                 worker.flipped = worker.wrong = False
             self.collectives.forget_wrong()  # an update of theirs may be under way
+
+    def catalogued(self, version: Version, layouts: Layouts) -> None:
+        """A rank hears of everyone's layouts."""
+        self.checks.catalogued(version, layouts)
+
+    def plans(self, save_id: SaveId, version: Version, told: bool) -> None:
+        """A rank plans its part of a save."""
+        self.checks.plans(save_id, version, told)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""

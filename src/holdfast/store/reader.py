@@ -180,18 +180,20 @@ def load_values(path: Place | str | Opened) -> dict[str, object]:
 
 
 def load_values_of_all(
-    path: Place | str | Opened, names: Collection[str] | None = None
+    path: Place | str | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> list[dict[str, object]]:
     """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
 
     Args:
         names: tensors of the rank that asks: only of the writers that it needs, the most important one first.
+        rank: the one that asks.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
     """
     index = _index(path)
-    writers = sorted(index.manifests) if names is None else speakers(index.catalogue, names, index.manifests)
+    known = index.manifests
+    writers = sorted(known) if names is None else speakers(index.catalogue, names, known, rank)
     return [decode_mapping(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
 
 

@@ -2,7 +2,8 @@
 
 Theory. Most plain values are the same on all ranks, but optimizer state is named by the parameters that a rank holds,
 and with pipeline stages these differ. A rank listens first to the one that holds most of its tensors (its copy, where
-there is one), then to those that hold what is left: with as many stages as before that is one rank, with fewer several.
+there is one; itself, where that is one of them), then to those that hold what is left: with as many stages as before
+that is one rank, with fewer several.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from collections.abc import Collection, Iterable
 from holdfast.store.layout import Catalogue
 
 
-def speakers(catalogue: Catalogue, names: Collection[str], among: Iterable[int]) -> tuple[int, ...]:
+def speakers(
+    catalogue: Catalogue, names: Collection[str], among: Iterable[int], rank: int = -1
+) -> tuple[int, ...]:
     """The fewest ranks that a greedy choice finds, the first one the most important; empty without candidates.
 
     Args:
         names: of the tensors of the rank that asks.
         among: ranks that can be asked.
+        rank: of two that hold as much, this one is asked first: itself.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)
     chosen: list[int] = []
     while left:
         held = {
-            rank: sum(n for grid, n in left.items() if rank in catalogue.grids[grid].ranks) for rank in asked
+            one: sum(n for grid, n in left.items() if one in catalogue.grids[grid].ranks) for one in asked
         }
-        best = min(asked, key=lambda rank: (-held[rank], rank), default=-1)
+        best = min(asked, key=lambda one: (-held[one], one != rank, one), default=-1)
         if not held.get(best):
             break
         chosen.append(best)

@@ -1,0 +1,94 @@
+"""The votes of one rank: each is cast here, counted, and keeps what all ranks know of each other's layouts up to date.
+
+Theory. ``core/told.py``: versions of layouts are names of votes, so every vote must be counted, say its words on the
+layout, and be answered when it says that somebody moved. One place does that for all of them.
+
+Invariants:
+1. All ranks of a generation cast the same votes in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from holdfast.adapters.base import Adapter, Collected
+from holdfast.core.ids import NO_VERSION
+from holdfast.core.layouts import Layout
+from holdfast.core.messages import Catalogued, Receive
+from holdfast.core.told import Telling, Told
+from holdfast.core.vote import Ballot, Tally
+from holdfast.session.rank import Rank
+
+CATALOGUE_TIMEOUT_S = 15.0
+
+
+class Votes:
+    """Of one session.
+
+    Args:
+        rank, adapter: of the session.
+    """
+
+    def __init__(self, rank: Rank, adapter: Adapter) -> None:
+        self._rank = rank
+        self._adapter = adapter
+        self._told = Told()
+        self._size = -1
+        self._telling = threading.Lock()  # a survivor tells from the client's task thread what it gives
+
+    def cast(self, ballot: Ballot) -> Tally:
+        """Vote with all ranks. What they hold is told before this returns, where the tally asks for it.
+
+        Raises:
+            PeerLost: the vote broke.
+        """
+        rank, adapter = self._rank, self._adapter
+        said = self._told.ballot(ballot, rank.machine.generation, rank.catalogue_version)
+        tally = Tally.read(adapter.vote(said.encode()), adapter.world_size)
+        with self._telling:
+            self._send(self._told.read(tally))
+        return tally
+
+    def tell(self, collected: Collected | None = None) -> None:
+        """Tell what this rank holds when that has changed: at once, for a fault that may come before the next vote."""
+        if collected is None:
+            size = self._adapter.state_size()
+            if size == self._size:
+                return
+            collected, self._size = self._adapter.collect(), size
+        else:
+            self._size = -1  # that of another moment: looked at again when the next step has ended
+        layout = collected.layout(self._adapter.rank, self._adapter.world_size).encode()
+        with self._telling:
+            self._send(self._told.note(layout, self._rank.machine.generation))
+
+    def inherit(self, order: Receive) -> None:
+        """A newcomer takes over what the rank that it replaces has told, and everyone's layouts."""
+        if order.version != NO_VERSION:
+            self._rank.on_catalogued(
+                Catalogued(
+                    member_id=order.member_id,
+                    generation=order.generation,
+                    version=order.version,
+                    layouts=order.layouts,
+                )
+            )
+        # Said again by the one who lives: agent and controller may both be successors by the next fault.
+        self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
+
+    def _send(self, telling: Telling | None) -> None:
+        if telling is not None:
+            self._rank.publish(telling.version, telling.layout)
+
+    def await_catalogue(self) -> None:
+        """The last vote said that all tell their layouts: wait for them, not for ever."""
+        self._rank.await_catalogue(self._told.version, CATALOGUE_TIMEOUT_S)
+
+    def layouts(self) -> Mapping[int, Layout]:
+        """Of all ranks, the newest that have come."""
+        own, rank = self._told.layout, self._rank
+        if rank.client is None and own is not None:
+            return {self._adapter.rank: own}
+        with rank.changed:
+            return rank.layouts
