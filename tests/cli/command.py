@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -16,3 +18,23 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of this process without what another launcher left in it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "HOLDFAST_", "TORCHELASTIC_"))}
     return {**kept, "OMP_NUM_THREADS": "1", **(extra or {})}
+
+
+def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """``holdfast`` with all three streams at a terminal: its code, and what the terminal got."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [HOLDFAST, *args], cwd=cwd, env=clean_environment({"TERM": "xterm", **(env or {})}),
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 65536):
+            shown += data
+    except OSError as error:  # nobody holds the other end any more
+        if error.errno != errno.EIO:
+            raise
+    finally:
+        os.close(ours)
+    return process.wait(), shown.decode()

@@ -17,7 +17,7 @@ from holdfast.cli.find import name_of
 from holdfast.exits import Exit
 from holdfast.runtime import rundir
 from holdfast.runtime.rundir import RunDir
-from tests.cli.command import HOLDFAST, Run, clean_environment
+from tests.cli.command import HOLDFAST, Run, clean_environment, on_terminal
 from tests.cli.test_run import BOUND_S, left_behind, script
 from tests.cli.test_status import Made, swept
 from tests.runtime.runs import until
@@ -137,3 +137,26 @@ def test_the_first_process_of_a_container_leaves_no_zombies(tmp_path: Path) -> N
     ended = subprocess.run(line, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True,
                            timeout=BOUND_S, check=False)  # fmt: skip
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    """Its last lines are written in colours, where there is something to colour."""
+    code, shown = on_terminal("run", "train.py", cwd=tmp_path)
+    assert code == 0 and "rank 0 says" in shown and "the job ran to its end" in shown
+    code, shown = on_terminal("run", "train.py", "raise", cwd=tmp_path)
+    assert code == 1 and "\x1b[31m\x1b[1merror: " in shown and "log: " in shown and "next: " in shown
+    code, shown = on_terminal("status", "none", cwd=tmp_path)
+    assert code == Exit.USAGE and "no run none" in shown and "next: " in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", [["status", "none"], ["status"], ["doctor"], ["--help"]], ids=" ".join)
+def test_no_colours(tmp_path: Path, command: list[str]) -> None:
+    made = Made(tmp_path, "it")
+    made.end(0, "")
+    _, shown = on_terminal(*command, cwd=tmp_path, env={"NO_COLOR": "1"})
+    assert "\x1b[3" not in shown and shown
+
+
+def test_a_full_file_for_the_output_ends_no_job(tmp_path: Path) -> None:
+    ended = shell(tmp_path, "$H run train.py > /dev/full 2>&1")
+    assert ended.returncode == 0

@@ -58,10 +58,16 @@ def exit_code(error: HoldfastError) -> Exit:
     return Exit.INTERNAL if isinstance(error, InternalError) else Exit.FAILED
 
 
+def no_colour() -> bool:
+    """The user wants none (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
 def say(text: str, *, colour: str = "", lead: str = "") -> None:
     """One message on stderr; ``lead`` is coloured when stderr is a terminal."""
-    plain = not sys.stderr.isatty() or "NO_COLOR" in os.environ
-    click.echo((lead if plain else click.style(lead, fg=colour, bold=True)) + text, err=True)
+    if lead and sys.stderr.isatty() and not no_colour():
+        lead = click.style(lead, fg=colour, bold=True)
+    click.echo(lead + text, err=True)
 
 
 def outcome(message: str, log: str, hint: str, report: str = "", after: str = "") -> None:

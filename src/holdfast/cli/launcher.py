@@ -21,6 +21,7 @@ from holdfast import journal
 from holdfast.cli.console import NAME, Screen
 from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.find import name_of
+from holdfast.cli.output import outlive_full_disk
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import again, facts, fault_text, first_line, plural
@@ -126,6 +127,7 @@ class Launcher:
 
     def run(self) -> int:
         """Until the run is over."""
+        outlive_full_disk()
         with Screen(marked=len(self.request.shown_local_ranks) > 1) as screen, self._signals():
             self._open(screen)
             self.run_dir.hold_pages()

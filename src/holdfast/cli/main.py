@@ -13,6 +13,7 @@ import click
 
 from holdfast.cli.errors import (
     closest,
+    no_colour,
     of_the_machine,
     show,
     show_unexpected,
@@ -101,7 +102,8 @@ def _answer(args: list[str]) -> int:
     """As :func:`answer`. Raises: OutputLost."""
     try:
         working_directory()
-        code = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
+        colour = False if no_colour() else None
+        code = cli.main(args=args, prog_name="holdfast", standalone_mode=False, color=colour)
     except click.ClickException as error:
         return show(translate(error))
     except HoldfastError as error:

@@ -7,6 +7,7 @@ code of ours. So the error is met below them: the process writes through a raw s
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -41,6 +42,7 @@ class _Raw(io.FileIO):
 
     def __init__(self, fd: int, *, silent: bool) -> None:
         super().__init__(fd, "wb", closefd=False)
+        self.drops_for_room = False
         self._silent = silent
         self._lost = False
 
@@ -49,6 +51,8 @@ class _Raw(io.FileIO):
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:
+            if self.drops_for_room and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return len(data)
             self._lost = True
             if self._silent:
                 return len(data)
@@ -80,6 +84,14 @@ def _watched(stream: TextIO, *, silent: bool) -> TextIO:
         errors="backslashreplace",  # what a rank prints, or a name of a file, may be in no encoding of this terminal
         line_buffering=stream.line_buffering or stream.write_through,
     )
+
+
+def outlive_full_disk() -> None:
+    """From now on drop what there is no room for: a job does not end because the file with its output is full."""
+    for stream in (sys.stdout, sys.stderr):
+        raw = getattr(getattr(stream, "buffer", None), "raw", None)
+        if isinstance(raw, _Raw):
+            raw.drops_for_room = True
 
 
 def flush() -> None:
