@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
+
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
 from holdfast.core.council import JobFormed
-from holdfast.core.ids import Generation, MemberId, NodeId, Version
-from holdfast.core.layouts import Layout
+from holdfast.core.ids import EVERYBODY, Generation, MemberId, NodeId, Version
+from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     Ack,
     AgentBeat,
     AgentHello,
     Assignment,
     CancelTimer,
+    Catalogued,
     Command,
     ControllerGone,
     ControllerHere,
@@ -88,6 +91,22 @@ def exited(member: int) -> MemberExited:
     return MemberExited(
         member_id=MemberId(member), node_id=NODE, generation=G1, code=None, signal=9, state="compute", step=3
     )
+
+
+def test_workers_tell_the_next_agent_what_all_ranks_hold() -> None:
+    """Once: they were all told the same. To its own workers it says what a controller says."""
+    desk = Desk().running()
+    old, new = (Catalogued(MemberId(1), G1, Version(G1, vote), Layouts((), {})) for vote in (0, 3))
+    assert desk.post(old) == [Send(to="controller", message=old)]
+    assert desk.post(msgspec.structs.replace(old, member_id=MemberId(2))) == []
+    assert desk.post(new) == [Send(to="controller", message=new)]
+    assert desk.post(old) == []
+    desk.post(ControllerGone())
+    desk.post(ControllerHere())
+    assert desk.sent("controller", Catalogued) == [new]
+    assert [c.to for c in desk.post(msgspec.structs.replace(new, member_id=EVERYBODY)) if isinstance(c, Send)] == [
+        "member:1", "member:2"
+    ]  # fmt: skip
 
 
 def test_the_heartbeat_starts_with_the_agent_and_goes_on() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.ids import NO_VERSION, Generation, MemberId, NodeId, Version
+from holdfast.core.ids import EVERYBODY, NO_VERSION, Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout
 from holdfast.core.liveness import Liveness
 from holdfast.core.membership import Member, Roster, assign, is_stale
@@ -76,7 +77,12 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     assert [publish(0, second), publish(1, NO_VERSION), publish(1, second)] == [False, False, True]
     successor = Roster()
     layouts = roster.all_layouts()
-    successor.recall(Catalogued(member_id=MemberId(1), generation=G1.next(), version=second, layouts=layouts))
+    catalogued = Catalogued(member_id=EVERYBODY, generation=G1.next(), version=second, layouts=layouts)
+    successor.recall(catalogued)
+    other = Roster()
+    other.recall(msgspec.structs.replace(catalogued, member_id=MemberId(1)))
+    roster = other
+    assert publish(0, second), "one worker had it, and nobody knows of the others"
     roster = successor
     assert not publish(0, second) and roster.agreed(2) == second, "all have it"
     assert not publish(0, NO_VERSION) and roster.agreed(2) == NO_VERSION

@@ -24,7 +24,7 @@ import msgspec
 
 from holdfast.core.config import AgentConfig
 from holdfast.core.council import JobFormed
-from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.ids import EVERYBODY, NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.membership import is_stale
 from holdfast.core.messages import (
     Ack,
@@ -186,7 +186,10 @@ class Agent:
                 if self.connected:  # said again while it lasts
                     self._tell(event)
             case Catalogued():
-                self._spread(event)
+                if event.member_id == EVERYBODY:
+                    self._spread(event)
+                else:
+                    self._recall(event)
             case EndRun():
                 self._end(event)
             case MemberStarted():
@@ -335,6 +338,14 @@ class Agent:
         for living in [w.member_id for w in self.workers.values() if w.alive]:
             own = msgspec.structs.replace(catalogued, member_id=living)
             self._out.append(Send(to=f"member:{living}", message=own))
+
+    def _recall(self, catalogued: Catalogued) -> None:
+        """A worker repeats what it heard through an agent before this one: ranks that died with that one cannot."""
+        known = self._catalogue
+        if known is None or known.version < catalogued.version:
+            self._catalogue = catalogued
+            if self.connected:
+                self._tell(catalogued)
 
     def _worker_hello(self, event: WorkerHello) -> Worker:
         worker = self._known(event.member_id)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, NodeId, Version
+from holdfast.core.ids import EVERYBODY, NO_GENERATION, NO_VERSION, Generation, MemberId, NodeId, Version
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import (
     Assignment,
@@ -177,7 +177,8 @@ class Roster:
         for rank, layout in catalogued.layouts.by_rank().items():
             if rank not in self.layouts:
                 self._keep(rank, catalogued.version, layout, by_itself=False)
-        self.catalogued = max(self.catalogued, catalogued.version)  # all have it
+        if catalogued.member_id == EVERYBODY:  # else one worker has it
+            self.catalogued = max(self.catalogued, catalogued.version)
 
     def _keep(self, rank: int, version: Version, layout: Layout, *, by_itself: bool) -> None:
         table = self._tables.setdefault(layout.table, layout.table)

@@ -3,7 +3,7 @@
 The thread works while the main thread sits in C++ (every collective releases the GIL), so a fence always
 arrives. When the agent dies, the thread reads the endpoint file until a successor answers; what was queued
 meanwhile is sent then, and the last message of each kind in ``REPEATED`` is sent again, because the dead agent may
-not have passed it on.
+not have passed it on; so is what this process was told and the next agent may not know.
 """
 
 from __future__ import annotations
@@ -185,6 +185,10 @@ class Client:
             raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
         self._outbox.append(message)
         self._wake()
+
+    def repeat(self, message: Message) -> None:
+        """Say ``message``, of which this process has heard, to every agent to come, after the hello."""
+        self._repeated[type(message)] = message
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
         """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""

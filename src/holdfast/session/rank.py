@@ -303,6 +303,8 @@ class Rank:
             if message.version > self.catalogue_version:
                 self.catalogue_version = message.version
                 self.layouts = message.layouts.by_rank()
+                if self.client is not None:
+                    self.client.repeat(message)
             self.changed.notify_all()
 
     def on_orphaned(self) -> None:

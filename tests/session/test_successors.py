@@ -1,0 +1,83 @@
+"""A worker dies together with what remembers it: agent and controller. Whoever lives tells their successors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.drill.watch import Run
+from holdfast.runtime.rundir import RunDir
+from tests.cli.command import HOLDFAST
+from tests.runtime.runs import until
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+BOUND_S = 120.0
+RANKS = 3
+SCRIPT = """\
+import pathlib, time
+import torch, torch.distributed as dist
+import holdfast
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.session(model=model, optimizer=optimizer, memory=0) as s:
+    for step in s.steps(until=60):
+        with step:
+            time.sleep(0.03)
+            model(torch.full((4, 8), 1.0 + step.number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+end = torch.cat([value.detach().reshape(-1) for value in model.parameters()]).tolist()
+pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
+"""
+
+
+def train(where: Path, *daemons: str) -> list[str]:
+    """What each rank has at the end; these daemons and the worker of rank 1 are killed at once."""
+    where.mkdir()
+    (where / "train.py").write_text(SCRIPT)
+    job = subprocess.Popen(
+        [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
+        cwd=where,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        if daemons:
+            strike(RunDir(where / "runs/it"), daemons)
+        said, _ = job.communicate(timeout=BOUND_S)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 0, said
+    return [path.read_text() for path in sorted(where.glob("end-*"))]
+
+
+def strike(directory: RunDir, daemons: tuple[str, ...]) -> None:
+    """In the middle of the training."""
+    run = Run(directory.path)
+    until("the training is under way", lambda: run.committed_step() >= 5)
+    pids = [*map(directory.serving, daemons), run.workers()[1].pid]
+    assert all(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_a_dead_rank_held_is_known_to_its_peers(tmp_path: Path) -> None:
+    calm = train(tmp_path / "calm")
+    assert len(calm) == RANKS
+    for daemons in (("agent", "controller"), ("agent",), ("controller",)):
+        struck = tmp_path / "-".join(daemons)
+        assert train(struck, *daemons) == calm
+        events = [json.loads(line) for line in (struck / "runs/it/events.jsonl").read_text().splitlines()]
+        assert {e["data"]["action"] for e in events if e["kind"] == "verdict"} == {"replace"}
+        assert {e["data"]["steps_lost"] for e in events if e["kind"] == "restored"} == {0}
