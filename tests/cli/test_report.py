@@ -224,3 +224,21 @@ def test_a_script_that_ends_before_the_others(tmp_path: Path) -> None:
     (report,) = faulty(tmp_path, "exit", "ended with code 0", signal=None, code=0, phase="left")
     assert report.where == "after its script had ended, at step 20"
     assert "end before the others" in report.next_steps[0]
+
+
+def test_a_collective_that_broke_because_a_node_was_lost(tmp_path: Path) -> None:
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    broke: dict[str, Field] = {**FAULT, "rank": 0, "member_id": 1, "kind": "collective", "phase": ""}
+    made.journal.append("detected", {**broke, "what": "all_reduce: reset by peer"})
+    made.journal.append("member_exited", {"member_id": 2, "rank": 1, "code": None, "signal": None, "state": "starting",
+                                          "step": 1, "phase": "no page", "log_size_bytes": 0})  # fmt: skip
+    made.journal.append(
+        "detected", {**FAULT, "kind": "silent", "what": "went with its node", "phase": "no page"}
+    )
+    first, second = reports_of(made.directory, made.settings, read(made.directory.journal).events)
+    assert first.next_steps == [
+        "nothing here: it broke because of rank 1 (went with its node), which has a report of its own"
+    ]
+    assert "what became of node0?" in second.next_steps[0] and "not known" in second.where
+    assert second.evidence[0] == "its process is gone"

@@ -17,6 +17,7 @@ from holdfast.cli.status import fault_place, named
 from holdfast.cli.view import FaultView, Story, log_of
 from holdfast.core.fault import SEEN
 from holdfast.core.page import Phase
+from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
 from holdfast.journal import Event
 from holdfast.runtime.evidence import whole_words
@@ -106,6 +107,12 @@ class _Case:
         """How the process of this fault ended; those of other ranks end within the same recovery."""
         mine = (e for e in self.all("member_exited") if e.get("member_id") == self.fault.member_id)
         return next(mine, {})
+
+    @property
+    def lost_with_it(self) -> list[dict[str, Any]]:
+        """Other faults that were found before this one was answered, and are no consequence themselves."""
+        others = (e for e in self.all("detected") if e["member_id"] != self.fault.member_id)
+        return [e for e in others if e["kind"] != "collective"]
 
     def all(self, kind: str) -> list[dict[str, Any]]:
         """Data of all events of a kind."""
@@ -255,7 +262,15 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
     if fault.phase == Phase.LEFT.name.lower():
         return ["does its script end before the others' (sys.exit, fewer steps)?", logs]
     if fault.kind == "collective":
+        lost = [f"rank {lost['rank']} ({lost['what']})" for lost in case.lost_with_it]
+        if lost:
+            return [f"nothing here: it broke because of {', '.join(lost)}, which has a report of its own"]
         return ["no process died: check the network between the ranks", logs]
+    if fault.phase == NO_PAGE and fault.node:
+        return [
+            f"what became of {fault.node}? Its power, its kernel's and the scheduler's log, its network",
+            logs,
+        ]
     return [logs]
 
 
@@ -284,8 +299,8 @@ def _evidence(case: _Case) -> list[str]:
     found = [str(line) for line in (*case.hang.get("evidence", []), *case.corrupted.get("evidence", []))]
     exited = case.exited
     if exited and not case.hang:
-        shown = f"its status page shows {exited['phase']} of step {exited['step']}"
-        found.append(f"its process {_end(exited)}; {shown}")
+        shown = f"; its status page shows {exited['phase']} of step {exited['step']}"
+        found.append(f"its process {_end(exited)}{'' if exited['phase'] == NO_PAGE else shown}")
     states: dict[str, list[str]] = {}
     for settled in case.all("settled"):
         where = f"{settled['state']} at step {settled['step']}"

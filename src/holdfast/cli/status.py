@@ -21,6 +21,7 @@ from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
 from holdfast.core.page import Phase
+from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
 
 WATCH_PERIOD_S = 0.5
@@ -172,7 +173,7 @@ def fault_text(fault: FaultView) -> str:
     """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
     what = first_line(named(fault.what)) or fault.kind
     # A collective that was given up is named with the place it was called from.
-    said = not fault.phase or f"in {fault.phase} of step {fault.step}" in what
+    said = fault.phase in ("", NO_PAGE) or f"in {fault.phase} of step {fault.step}" in what
     return f"rank {fault.rank}: {what}" + ("" if said else f", {fault_place(fault)}")
 
 
@@ -192,6 +193,8 @@ def fault_place(fault: FaultView) -> str:
     """Where it was: of a script that has opened no session nothing is known."""
     if fault.phase == Phase.STARTING.name.lower():
         return "before its session was open"
+    if fault.phase == NO_PAGE:
+        return "not known: what it showed went with it"
     if fault.phase == Phase.LEFT.name.lower():
         return f"after its script had ended, at step {fault.step:,}"
     return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"

@@ -129,6 +129,7 @@ class Recovery:
             return
         self._go("suspect")
         self._suspicion = Fault.of(member, "collective", seen.what, now)
+        self._suspicion.step = seen.step
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault) -> None:
