@@ -17,7 +17,7 @@ SOUND = Situation(
     step=20, base_step=10, session=True, all_alive=False, all_sound=False, unreplaceable="as a test", uncovered="",
     checkpoint_known=True,
 )  # fmt: skip
-FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1", attempt=1)
+FAILURE = Failure(rank=1, step=20, kind="ValueError", what="bad batch", digest="d1", occurrence=1)
 USER_ERROR = msgspec.structs.replace(FAILURE, user_error=True)
 IMPORT_FAILURE = msgspec.structs.replace(FAILURE, kind="ImportError")
 
@@ -85,7 +85,7 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
         Answered(at_s=1.0 + n, action="restart_last_gasp", step=step, failures=(("d1", step, n),))
         for n, step in enumerate(steps)
     )
-    failure = msgspec.structs.replace(FAILURE, attempt=len(steps), step=20)
+    failure = msgspec.structs.replace(FAILURE, occurrence=len(steps), step=20)
     verdict = judge(
         5.0, situation(failures=(failure,)), history, msgspec.structs.replace(CONFIG, max_restarts=9)
     )
@@ -100,7 +100,7 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
         (20, {"between": False}, False),
         (19, {}, False),  # a step went well since the last recovery
         (20, {"digest": "d2"}, False),
-        (20, {"attempt": 0}, False),
+        (20, {"occurrence": 0}, False),
     ],
 )
 def test_an_exception_between_two_steps_that_is_back_at_the_first_chance_is_a_bug(
@@ -130,7 +130,7 @@ def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
     verdict = judge(1.0, situation(failures=(FAILURE,), base_step=20), history, CONFIG)
     assert verdict.action == "stop_user_bug" and "ValueError: bad batch" in verdict.reason
     assert not verdict.save, "nothing is new since step 20"
-    again = msgspec.structs.replace(FAILURE, attempt=0)
+    again = msgspec.structs.replace(FAILURE, occurrence=0)
     heard_twice = judge(1.0, situation(failures=(again,)), history, CONFIG)
     assert heard_twice.action == "restart_last_gasp", "one failure, told again to a new controller"
     moved = msgspec.structs.replace(FAILURE, step=21)

@@ -24,7 +24,7 @@ from holdfast.core.policy import Answered
 from holdfast.core.sightings import CopiesDiffer, CopyDigest
 from holdfast.exits import Exit
 from tests.core.test_controller import NODE, Job, successor
-from tests.core.test_fallen import fall, live, says
+from tests.core.test_fallen import fall, live, raises, says
 from tests.core.test_policy import situation
 
 
@@ -181,3 +181,19 @@ def test_a_node_that_comes_costs_nothing_of_the_budget_and_ends_nothing() -> Non
     beside_a_fault = msgspec.structs.replace(room, causes=("crash",))
     assert judge(1.0, beside_a_fault, spent, Config(run_id="run", world_size=4, max_restarts=3)).stops
     assert judge(1.0, beside_a_fault, (), Config(run_id="run", world_size=4)).counts
+
+
+def test_an_exception_that_was_answered_is_no_second_one_to_a_successor() -> None:
+    """The agent repeats it, the processes stay until they are told to leave."""
+    job = live(2)
+    fall(job)
+    assert job.record("verdict")["action"] == "restart_last_gasp"
+    second = successor(job, world_size=2)
+    rejoin(second, (0, 1))
+    second.open(5, live=True)
+    for rank in range(2):
+        raises(second, rank)
+    second.post(AgentBeat(node_id=NODE))
+    for rank in range(2):
+        says(second, rank, "aborted", away=True)
+    assert second.record("verdict")["action"] == "restart_last_gasp"

@@ -237,7 +237,7 @@ class Controller:
             kind=event.kind,
             what=event.what,
             digest=event.digest,
-            attempt=len(job.answered),
+            occurrence=event.generation.pack(),
             user_error=event.user_error,
             between=event.between,
         )

@@ -140,20 +140,22 @@ class Corruption:
         named = ranks if found.certain else ranks[:1]
         for rank in named:
             member = members[rank]
-            self.recovery.fault(now, _fault(now, member, found, ranks, step, len(job.answered)))
+            self.recovery.fault(now, _fault(now, member, found, ranks, step, job.roster.generation.pack()))
             if found.certain:
                 member.is_excused = True
                 job.kill(member, "holds a wrong copy of the state")
 
 
 def _fault(
-    now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, attempt: int
+    now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, occurrence: int
 ) -> Fault:
     place = found.places[0] if found.places else "which copies differ was not told"
     who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
     what = f"{who}holds a wrong copy of the state: {place}"
     digest = f"copies differ {'.'.join(map(str, ranks))}"
-    failure = Failure(rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, attempt=attempt)
+    failure = Failure(
+        rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence
+    )
     fault = Fault.of(member, "corruption", what, now, failure)
     fault.step = step
     return fault

@@ -321,7 +321,7 @@ class Fleet:
             kind, how = "exit", "is gone"
         if member.kill_reason:
             kind, how = "hang" if member.hung_at_s else "silent", member.kill_reason
-        failure = None
+        failure, job = None, self.job
         if member.hung_in:
             failure = Failure(
                 rank=member.rank,
@@ -329,7 +329,7 @@ class Fleet:
                 kind=HANG,
                 what=how,
                 digest=f"hang in {member.hung_in}"[:200],
-                attempt=len(self.job.answered),
+                occurrence=(job.generation if member.joining else job.roster.generation).pack(),
             )
         self.recovery.member_fault(now, member, kind, how, failure)
 

@@ -123,7 +123,7 @@ def _verdict(past: Past, data: Data) -> Changes:
     assert isinstance(at_s, int | float), data
     columns = (_list(data, "digests"), _list(data, "failed_steps"), _list(data, "occurrences"))
     failures = tuple(
-        (digest, int(step), int(attempt)) for digest, step, attempt in zip(*columns, strict=True)
+        (digest, int(step), int(occurrence)) for digest, step, occurrence in zip(*columns, strict=True)
     )
     answered = Answered(at_s=at_s, action=str(data["action"]), step=_int(data, "step"), failures=failures)
     return {"answered": (*past.answered, answered)}

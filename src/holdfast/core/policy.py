@@ -73,14 +73,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     what: str
     digest: str
-    attempt: int = 0  # recoveries before it: failures of one attempt are one occurrence
+    occurrence: int = 0  # the generation that failed, packed: a successor hears of it again
     user_error: bool = False
     between: bool = False  # of two steps
 
     @property
     def mark(self) -> tuple[str, int, int]:
         """What the history keeps of it."""
-        return self.digest, self.step, self.attempt
+        return self.digest, self.step, self.occurrence
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +147,9 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
             return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
         if any(
-            (digest, step) == (failure.digest, failure.step) and attempt != failure.attempt
+            (digest, step) == (failure.digest, failure.step) and occurrence != failure.occurrence
             for answered in history
-            for digest, step, attempt in answered.failures
+            for digest, step, occurrence in answered.failures
         ):
             return Verdict(
                 action="stop_user_bug",
@@ -175,8 +175,8 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
     before = [
         step
         for answered in history
-        for digest, step, attempt in answered.failures
-        if answered.step == history[-1].step and digest == failure.digest and attempt != failure.attempt
+        for digest, step, occurrence in answered.failures
+        if answered.step == history[-1].step and digest == failure.digest and occurrence != failure.occurrence
     ]
     return [max(before), failure.step] if before else []
 

@@ -412,7 +412,7 @@ class Recovery:
             at_s=now,
             digests=[failure.digest for failure in situation.failures],
             failed_steps=[failure.step for failure in situation.failures],
-            occurrences=[failure.attempt for failure in situation.failures],
+            occurrences=[failure.occurrence for failure in situation.failures],
         )
         if verdict.counts:
             failures = tuple(failure.mark for failure in situation.failures)
