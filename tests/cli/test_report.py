@@ -59,8 +59,8 @@ def faulty(
         made.journal.append("stalled", {"idle_s": 1.6, "bound_s": 1.5, "step_s": 0.1})
         made.journal.append("hang", HANG)
     if kind == "corruption":
-        for _ in range(2):
-            made.journal.append("corrupted", CORRUPTED)
+        for step in (8, 20, 20):  # the same step again is one
+            made.journal.append("corrupted", {**CORRUPTED, "step": step})
     member: dict[str, Field] = {"rank": 1, "member_id": 2}
     made.journal.append(
         "member_exited",

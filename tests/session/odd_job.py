@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
@@ -190,6 +192,37 @@ def measuring(job: Job) -> dict[str, Any]:
     return {"drawn": [meter.calls]}
 
 
+class Momentum(nn.Module):
+    """A net and a slow copy of it, which moves in forward."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.slow = net, copy.deepcopy(net).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Of both."""
+        for mine, slow in zip(self.net.parameters(), self.slow.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(mine.data, alpha=0.1)
+        return self.net(x) + self.slow(x)
+
+
+def averaging(job: Job) -> dict[str, Any]:
+    """Averages of weights change before the vote: in forward, and after a tentative update."""
+    net = copy.deepcopy(next(job.model.children()))
+    job.model = DistributedDataParallel(Momentum(net))
+    job.optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    average = AveragedModel(net)
+    with job.session({"average": average}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                with step.update("net"):
+                    job.update()
+                average.update_parameters(net)
+                job.struck(step.number, "late")
+    return {"drawn": [tensor.sum().item() for tensor in average.state_dict().values()]}
+
+
 class Stream:
     """An endless loader of this rank's own, which knows where it is."""
 
@@ -272,7 +305,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards, streaming,
+        evaluating_shards, streaming, averaging,
     )
 }  # fmt: skip
 

@@ -151,7 +151,9 @@ class Casebook:
             if fault.kind == "corruption" and self._corrupted:
                 case.corrupted = self._corrupted[-1]
                 for node in sorted(set(case.corrupted["nodes"])):
-                    case.again[node] = sum(node in data["nodes"] for data in self._corrupted)
+                    # The same step again is the script's doing.
+                    steps = {data["step"] for data in self._corrupted if node in data["nodes"]}
+                    case.again[node] = len(steps)
             if fault.member_id in self._exits:
                 case.events.append(self._exits[fault.member_id])
             self._cases.append(case)
@@ -245,6 +247,8 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         return [
             "does each rank make the same update? Not with a learning rate or scheduler fed by a number of one rank",
             "are gradients kept from one step to the next, or weights changed outside of the optimizer?",
+            "was a layer unfrozen after DDP(...) was made?",
+            "have two stages of a pipeline the same names? session(model={'stage0': ...}) tells them apart",
             *(f"silent corruption {each}: take it out of service and test its memory" for each in often),
             "look for memory errors that the machine has counted: dmesg, edac-util, nvidia-smi -q -d ECC",
             "are they copies at all? --verify-every 0 stops comparing",

@@ -56,6 +56,7 @@ class Verifier:
         self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
+        self._voted = -1  # its step: when it is tried again, what was put back may be other tensors
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
         several = every > 0 and adapter.world_size > 1 and rank.client is not None
         self._compares = adapter if several and isinstance(adapter, ComparesCopies) else None
@@ -70,7 +71,8 @@ class Verifier:
         if not self.active:
             return 0, 0
         fresh = self._refresh()
-        if fresh or self._collected is None or step % self._every == 0:
+        again, self._voted = step == self._voted, step
+        if fresh or again or self._collected is None or step % self._every == 0:
             self._collected = self._adapter.collect()  # an optimizer may have put other tensors there
             self._drop_unknown(self._collected)
         if self._copies is None:

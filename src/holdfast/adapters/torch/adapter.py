@@ -331,6 +331,7 @@ class TorchAdapter:
         self._parts.check()
         self._fabric.note_wait()
         self._sync.run()
+        self._snapshot.averages.settle()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 

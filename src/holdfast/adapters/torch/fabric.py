@@ -221,7 +221,8 @@ class Fabric:
         if self.sealed:
             raise StepError(
                 f"{what} between the vote of a step and its end",
-                hint="a second update belongs in `with step.update(name):`, other collectives after the block",
+                hint="an update that is not the only one, or that makes collectives, belongs "
+                "in `with step.update('name'): optimizer.step()`, other collectives after the block",
             )
         if self.poisoned:
             self.give_up(what)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, lies_as, placed
+from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
@@ -148,6 +149,11 @@ class Undo:
             states = {p: clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
         self._states[id(optimizer)] = (optimizer, states)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of no optimizer."""
+        with torch.no_grad():
+            self._weights.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
     def restore(self) -> None:
         """Put everything back and forget it."""
         with torch.no_grad():
@@ -155,8 +161,9 @@ class Undo:
                 parameter.copy_(saved)
         for optimizer, states in self._states.values():
             for p in parameters_of(optimizer):
-                optimizer.state.pop(p, None)
-            optimizer.state.update(states)
+                now = optimizer.state.pop(p, None)
+                if p in states:  # in place: who compares copies of the state knows these tensors
+                    optimizer.state[p] = put_into(now, states[p])
         self.clear()
 
     def clear(self) -> None:

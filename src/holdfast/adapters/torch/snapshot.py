@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.torch.averages import Averages
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.optim import Undo, clone, parameters_of
 from holdfast.adapters.torch.state import Copies, TorchState, arrays_in
@@ -43,6 +44,7 @@ class Snapshot:
             {},
         )  # step, the user's state when the script was given it
         self.undo = Undo()
+        self.averages = Averages(state, self.undo)
 
     def take(self) -> None:
         """Copy what the coming step may change before its vote."""
@@ -62,6 +64,7 @@ class Snapshot:
         self._extras = clone(state.plain_extras())
         self._objects = self._small_objects()
         self.undo.clear()
+        self.averages.take()
 
     def take_before(self, step: int) -> None:
         """Copy the user's state, which the script may change before it enters the block of ``step``."""
@@ -112,6 +115,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back and drop all gradients."""
         state = self._state
+        self.averages.tell()
         self.undo.restore()
         with torch.no_grad():
             for slot in state.names.buffers:
@@ -153,7 +157,13 @@ class Snapshot:
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)
-        return Copies(buffers, self._groups, plain, {**self._extras, **self._objects}, self.undo)
+        return Copies(
+            buffers,
+            self._groups,
+            plain,
+            {**self._extras, **self._objects, **self.averages.modules()},
+            self.undo,
+        )
 
 
 def _numel(value: Any) -> int:
