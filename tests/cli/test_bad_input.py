@@ -50,6 +50,9 @@ CASES = [
         "no.such.host.invalid",
         "--master-addr",
     ),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--master-addr", "::1", "train.py"], "IPv6", "IPv4 address"),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--rdzv-endpoint", "[::1]:29500", "train.py"], "IPv6", "IPv4"),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "fe80::1", "train.py"], "IPv6", "IPv4"),
     (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "192.0.2.1", "train.py"], "192.0.2.1", "--bind ADDRESS"),
     (
         Exit.USAGE,

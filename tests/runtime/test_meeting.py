@@ -47,9 +47,8 @@ class Nodes:
         place.mkdir()
         run = Run(
             place,
-            node=f"node{number}",
             contacts=contacts or (f"{address(0)}:{self.port}",),
-            **{"bind": address(number), **self.shape, **settings},
+            **{"node": f"node{number}", "bind": address(number), **self.shape, **settings},
         )
         write_private(run.dir.token_file, token)
         return run
@@ -157,3 +156,26 @@ def test_agents_on_one_address_share_the_contact(tmp_path: Path) -> None:
         for run in (first, second):
             run.start()
         assert [run.wait() for run in (first, second)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("what", "then"),
+    [
+        ({"token": b"x" * 64}, "one token file"),
+        ({"nproc": 2}, "the same --nnodes and --nproc-per-node"),
+        ({"node": "node0"}, "a --node-rank of its own"),
+    ],
+    ids=["token", "shape", "number"],
+)
+def test_who_does_not_belong_to_the_job_is_told_what_to_do(
+    tmp_path: Path, what: dict[str, Any], then: str
+) -> None:
+    nodes = Nodes(tmp_path, 2)
+    with nodes.node(0) as first, nodes.node(1, **what) as second:
+        first.start()
+        until("it listens", lambda: first.events("agent_started"))
+        second.start()
+        assert second.wait() == Exit.USAGE
+        reason = second.events("run_ended")[0].data["reason"]
+        assert reason.count("\n  next: ") == 1 and then in reason
+        first.stop()

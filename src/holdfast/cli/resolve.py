@@ -241,6 +241,7 @@ def _contact(text: str) -> str:
     try:
         if not 0 < int(port) <= 65535:
             raise ValueError
+        _refuse_ipv6(host)
         return f"{socket.gethostbyname(host)}:{int(port)}"
     except ValueError:
         raise UsageError(f"{text} is not of the form HOST:PORT", hint="for example 10.0.0.1:29500") from None
@@ -249,8 +250,22 @@ def _contact(text: str) -> str:
                          hint="check --master-addr or --rdzv-endpoint") from error  # fmt: skip
 
 
+def _refuse_ipv6(host: str) -> None:
+    """Raises: UnsupportedError."""
+    try:
+        found = {family for family, *_ in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return  # unknown: whoever asks for its address will say so
+    if found == {socket.AF_INET6}:
+        raise UnsupportedError(
+            f"{host} is an IPv6 address, or has no other: agents meet by IPv4", hint="give it an IPv4 address"
+        )
+
+
 def _bind(asked: str | None, contact: str) -> str:
     host, _, port = contact.rpartition(":")
+    if asked:
+        _refuse_ipv6(asked)
     try:
         address = socket.gethostbyname(asked) if asked else address_towards(host, int(port))
         with socket.socket() as probe:

@@ -386,6 +386,8 @@ def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
 
 def meaning(code: Exit, session: bool) -> str:
     """What the end of a run means. ``session``: one was opened in it; without one there is nothing to save."""
+    if code is Exit.USAGE:
+        return "nothing was started"  # its own arguments were checked before there was a run
     if code is Exit.UNSAVED and not session:
         return "asked to exit; no session was open, so there was nothing to save"
     return MEANING[code]

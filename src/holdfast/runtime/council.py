@@ -214,7 +214,10 @@ class Council:
                     break
             if time.monotonic() > deadline:
                 where = f"{settings.node} is at {settings.bind}, first contact {settings.contacts[0]}"
-                self._on_end(f"{here} of {settings.nnodes} agents met within {FORM_S:g} s: {where}")
+                self._on_end(
+                    f"{here} of {settings.nnodes} agents met within {FORM_S:g} s: {where}{peers.turned_away}\n"
+                    "  next: the same command on every host, within that time; is the port open between them?"
+                )
                 return
             await asyncio.sleep(POLL_S)
         self._on_job(peers.job)

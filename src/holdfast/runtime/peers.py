@@ -169,7 +169,8 @@ class Peers:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await self._hub.connect(host, port, "peer")
         except AuthError as error:
-            self._turned_away((host, port), error.message)
+            hint = "\n  next: one token file, the same on every host: --token-file"
+            self._turned_away((host, port), f"{error.message} ({host}:{port}){hint}")
         except (OSError, ProtocolError):
             return  # it is not up yet, or gone: dialled again
 
@@ -180,6 +181,12 @@ class Peers:
         if address not in self._refused:
             self._journal.append("peer_foreign", {"host": address[0], "port": address[1], "reason": reason})
         self._refused[address] = time.monotonic() + REFUSED_S
+
+    @property
+    def turned_away(self) -> str:
+        """Who was at the door without the token of the job; empty: nobody."""
+        count = self._hub.refused["token"]
+        return f"; {count} connections with another token were refused" if count else ""
 
     def _greet(self, channel: Channel[PeerMessage]) -> None:
         settings, known = self._settings, tuple(self.known.values())
@@ -243,12 +250,18 @@ class Peers:
             return (
                 f"{peer.node_id} was started for {hello.nodes} nodes of {hello.slots} workers, "
                 f"{self.me} for {settings.nnodes} of {settings.nproc}"
+                "\n  next: the same --nnodes and --nproc-per-node on every host"
             )
         if self.job and hello.job and self.job != hello.job:
-            return f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"
+            return (
+                f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"
+                "\n  next: another --master-port for each job"
+            )
         known = self.known.get(peer.node_id)
         twice = known is not None and known.home != peer.home and peer.node_id in (self.me, *self._lines)
-        return f"there is a {peer.node_id} already: give each host a --node-rank of its own" if twice else ""
+        if not twice:
+            return ""
+        return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
     def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
         """New names and, from an agent about itself, a new address."""
