@@ -223,6 +223,24 @@ def averaging(job: Job) -> dict[str, Any]:
     return {"drawn": [tensor.sum().item() for tensor in average.state_dict().values()]}
 
 
+def owning(job: Job) -> dict[str, Any]:
+    """A walk of this rank alone, which a block goes on with, and one that is kept where that of the job belongs."""
+    walk, wrong = np.random.default_rng(job.rank), [float(job.rank)]
+    sums: list[float] = [0.0]
+    with job.session({"wrong": wrong, "right": [1.0]}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                if s.own is not None:
+                    walk.bit_generator.state, sums = s.own["walk"], list(s.own["sums"])
+                sums.append(sums[-1] + float(walk.normal()))
+                s.own = {"walk": walk.bit_generator.state, "sums": sums}
+                job.struck(step.number, "begin")
+                job.compute(step.number, x + sums[-1], y)
+                job.update()
+            job.struck(step.number, "after")
+    return {"drawn": sums}
+
+
 class Stream:
     """An endless loader of this rank's own, which knows where it is."""
 
@@ -305,7 +323,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards, streaming, averaging,
+        evaluating_shards, streaming, averaging, owning,
     )
 }  # fmt: skip
 

@@ -69,6 +69,9 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("averaging", "1:0:late"),
         ("averaging", "0:6:mid"),
         ("averaging", "2:11:late"),
+        ("owning", "1:5:mid"),
+        ("owning", "0:7:begin"),
+        ("owning", "2:9:after"),
         ("streaming", "0:6:update"),
         ("streaming", "1:6:mid"),
         ("streaming", "2:6:after"),
@@ -107,6 +110,12 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why:
     code, output, told = run(tmp_path / "job", what)
     assert code != 0 and not told, output
     assert why in output and advice in output
+
+
+def test_state_that_is_not_the_same_everywhere_is_told_once(calm: Calm, tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path / "job", "owning")
+    assert code == 0 and output.count('state "wrong" is not the same on all ranks') == 1, output
+    assert 'state "right"' not in output
 
 
 def test_a_division_that_a_fault_would_change_is_warned_of(tmp_path: Path) -> None:

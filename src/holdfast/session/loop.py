@@ -235,17 +235,21 @@ class Loops:
     def entered(self, step: int) -> bytes | None:
         """The block of ``step`` has begun: what only this rank knows, for its status page."""
         if self.local.get("begun") == step:
+            self.own = self.local.get("own")  # what the block that does not count put there
             return None
         self.local["begun"] = step
+        if self.own is not None:
+            self.local["own"] = self.own
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
         """This rank is about to vote: what it will know after the step, for its status page. Lost in the update, it
         cannot tell any more where its loader was."""
         self._after = None if self._feed is None else self._feed.local_state()
-        if self._after is None:
-            return None
-        return self._payload({**({} if self.own is None else {"own": self.own}), "loader": self._after})
+        local = {
+            key: value for key, value in (("own", self.own), ("loader", self._after)) if value is not None
+        }
+        return self._payload(local) if local else None
 
     def note(self) -> bytes | None:
         """The place after this step; what only this rank knows of it, for its status page."""

@@ -32,6 +32,7 @@ from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
+from holdfast.session.common import Common
 from holdfast.session.handover import take
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
@@ -120,6 +121,7 @@ class Session:
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
+        self._common = Common(self._adapter, client)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
         self._rank.connect(
@@ -332,8 +334,8 @@ class Session:
 
     @property
     def own(self) -> Plain:
-        """Plain values that a loop of someone else keeps of this rank alone: with the step that ends next, and whoever
-        replaces the rank has them. None: nothing."""
+        """Plain values of this rank alone, where ``state`` is the job's: who replaces the rank, or resumes as it, has
+        them. None: nothing. Set them in the block: they are what they were when it does not count. 128 KiB at most."""
         self._asked()
         return self._loops.own
 
@@ -479,6 +481,7 @@ class Session:
     def after_ready(self, step: Step, tally: Tally) -> None:
         """A step is committed: save what was asked for, leave when all agreed to."""
         rank = self._rank
+        self._common.committed()
         if rank.fenced:
             return  # what the vote said of saving and leaving is asked again after the recovery
         if tally.exit:
