@@ -178,7 +178,7 @@ def test_the_command(tmp_path: Path, holdfast: Run) -> None:
     assert holdfast("report", "--fault", "1").stdout == text(report)
     assert json.loads(holdfast("report", "--json").stdout)[0]["stacks"] == report.stacks
     wrong = holdfast("report", "--fault", "7")
-    assert wrong.returncode == 2 and "no fault 7: there are F001 to F001" in wrong.stderr
+    assert wrong.returncode == 2 and "no fault 7: it had one" in wrong.stderr
     faulty(tmp_path / "b", "exception", "ValueError: no", signal=None, recovered=False)
     over = holdfast("report", "--run-dir", "b/runs").stdout
     assert over.endswith("ended with 1: the training script failed: over\n")

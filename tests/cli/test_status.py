@@ -389,7 +389,7 @@ def test_logs(holdfast: Run, made: Made) -> None:
     ("args", "says"),
     [
         (["--rank", "7"], "has ranks 0 to 1, not 7"),
-        (["--attempt", "5"], "has no attempt 5 (there are 0 to 0)"),
+        (["--attempt", "5"], "has no attempt 5 (the last one is 0)"),
         (["--attempt", "0", "-f"], "--attempt shows what is over"),
     ],
 )

@@ -139,7 +139,8 @@ def translate(error: click.ClickException) -> UsageError:
         # Both spellings are one to the eye, so they are one here.
         close = closest(error.option_name.replace("_", "-"), _options(context))
         found = f"; did you mean {close}?" if close else ""
-        hint = f"{path} --help  (arguments of your script go after the script)"
+        if path.endswith((" run", " drill")):
+            hint += "  (arguments of your script go after the script)"
         return UsageError(f"{path} has no flag {error.option_name}{found}", hint=hint)
     return UsageError(error.format_message(), hint=hint)
 

@@ -60,7 +60,7 @@ def _check_attempt(watch: Watch, attempt: int | None, follow: bool) -> None:
     if attempt not in known:
         raise UsageError(
             f"run {watch.settings.run_id} has no attempt {attempt} "
-            f"({f'there are {known[0]} to {known[-1]}' if known else 'no worker was started yet'})",
+            f"({f'the last one is {known[-1]}' if known else 'no worker was started yet'})",
             hint=f"holdfast logs {name_of(watch.directory.path)} --paths",
         )
 

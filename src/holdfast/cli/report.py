@@ -54,5 +54,11 @@ def _named(found: list[Report], fault: str, run: Path) -> Report:
     for each in found:
         if each.name.removeprefix("F").lstrip("0") == number:
             return each
-    known = f"there are {found[0].name} to {found[-1].name}" if found else "it had none"
+    known = (
+        f"it had {found[0].name} to {found[-1].name}"
+        if found[1:]
+        else "it had one"
+        if found
+        else "it had none"
+    )
     raise UsageError(f"run {run.name} has no fault {fault}: {known}", hint=f"holdfast report {name_of(run)}")
