@@ -10,7 +10,6 @@ where the loops are, and its order and augmentation are functions of (seed, epoc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,8 +18,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from holdfast.adapters.torch.data import Source, make_source
 from holdfast.errors import UnsupportedError
+from holdfast.integrations.place import Loader, arrive, go_on, place_of
 from holdfast.integrations.replay import Replay
 
 
@@ -37,6 +36,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def __init__(self, **session: Any) -> None:
         self._arguments = {"seed": 0, **session}
         self._replay: Any = None  # a Replay while fitting
+        self._resumed: dict[str, Any] = {}  # the place to arrive at
+        self._passed = False  # a validation, or the end of an epoch, since the step ended
         self._between = ExitStack()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -54,6 +55,9 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         strategy.setup = partial(self._open, strategy.setup)
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: self._loader(trainer, process(loader))
+        # A collective before each batch, to ask for SIGTERM: outside of every step, so a newcomer has another number of
+        # them, and Lightning drops the error of a lost peer. The vote asks already.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.run = partial(self._run, trainer, loop, loop.run)
 
@@ -69,15 +73,12 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self._arguments,
         )
-        if self._replay.position:
-            position = copy.deepcopy(self._replay.position)
-            trainer.fit_loop.load_state_dict(position["loops"])
-            for callback in trainer.callbacks:
-                if callback.state_key in position["callbacks"]:
-                    callback.load_state_dict(position["callbacks"][callback.state_key])
+        self._resumed = self._replay.position
+        if self._resumed:
+            go_on(trainer, self._resumed)
 
     def _loader(self, trainer: pl.Trainer, loader: Any) -> Any:
-        return _Loader(loader, trainer, self._arguments["seed"]) if trainer.training else loader
+        return Loader(loader, trainer, self._arguments["seed"]) if trainer.training else loader
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An evaluation may take long."""
@@ -87,6 +88,11 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Back to training."""
         self._between.close()
+        self._passed = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Callbacks look at what was validated."""
+        self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seal the end."""
@@ -103,6 +109,12 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self, trainer: pl.Trainer, loop: Any, run: Any, optimizer: Any, batch_idx: int, kwargs: Any
     ) -> Any:
         """One micro-batch; with the last of a step, the update."""
+        if self._resumed:
+            arrive(trainer, self._resumed)
+            self._resumed = {}
+        if self._passed and not self._replay.is_open:
+            self._replay.amend(place_of(trainer, arrived=True))
+            self._passed = False
         accumulate = trainer.fit_loop._should_accumulate()
         progress = copy.deepcopy(loop.optim_progress.state_dict())
 
@@ -125,23 +137,4 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     ) -> None:
         """The step ends with its last micro-batch. Leaves the process when a graceful exit is agreed."""
         if not trainer.fit_loop._should_accumulate():
-            states = {c.state_key: copy.deepcopy(c.state_dict()) for c in trainer.callbacks}
-            loops = copy.deepcopy(trainer.fit_loop.state_dict())
-            self._replay.commit({"loops": loops, "callbacks": {k: v for k, v in states.items() if v}})
-
-
-class _Loader:
-    """The training data from where the loops are, epoch after epoch."""
-
-    def __init__(self, loader: Any, trainer: pl.Trainer, seed: int) -> None:
-        self._source: Source = make_source(loader, seed, trainer.global_rank)
-        self._loop = trainer.fit_loop
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        # Asked at the first batch: by then Lightning knows in which epoch it starts.
-        skip = self._loop.epoch_loop.batch_progress.current.ready
-        yield from self._source.open(self._loop.epoch_progress.current.processed, skip)
+            self._replay.commit(place_of(trainer, arrived=False))

@@ -1,7 +1,7 @@
 """The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with a fault of our making.
 
 ``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts calls of ``training_step``.
+CALL counts calls of ``training_step``. ``--evaluate steps|epoch``: every three steps, or after each epoch.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
     parser.add_argument("--kill", default="")
+    parser.add_argument("--evaluate", default="no")
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
@@ -80,9 +81,9 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, logging_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        average_tokens_across_devices=True,
+        average_tokens_across_devices=True, eval_strategy=given.evaluate, eval_steps=3,
     )  # fmt: skip
-    trainer = Job(model=model, args=args, train_dataset=Pieces())
+    trainer = Job(model=model, args=args, train_dataset=Pieces(), eval_dataset=Pieces())
     trainer.arm(given)
     if not given.plain:
         protect(trainer)
@@ -93,6 +94,9 @@ def main() -> None:
         seen["rate"] = trainer.lr_scheduler.get_last_lr()[0]
         seen["logged"] = [line for line in state.log_history if "loss" in line]
         seen["trained"] = [result.training_loss, state.total_flos]
+        seen["evaluated"] = [
+            [line["step"], line["eval_loss"]] for line in state.log_history if "eval_loss" in line
+        ]
         (given.output / "seen.json").write_text(json.dumps(seen))
         trainer.save_model(given.output)
 

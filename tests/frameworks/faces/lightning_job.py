@@ -1,7 +1,7 @@
 """A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
 
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts ``training_step``.
+CALL counts ``training_step``. ``--check N``: validates every N batches, and not at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
     parser.add_argument("--kill", default="")
+    parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     given = parser.parse_args()
     faults = {}
@@ -86,12 +87,12 @@ def main() -> None:
     x = torch.randn(SAMPLES, 4)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     best = pl.callbacks.ModelCheckpoint(dirpath=given.output / "best", monitor="held_out")
-    early = pl.callbacks.EarlyStopping("held_out", patience=EPOCHS)
+    early = pl.callbacks.EarlyStopping("held_out", patience=3 * EPOCHS, mode="max")  # counts what gets better
     theirs = [best, early]
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
         max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
-        num_sanity_val_steps=1,
+        num_sanity_val_steps=1, val_check_interval=given.check or None,
         callbacks=theirs if given.plain else [Holdfast(), *theirs],
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
@@ -102,6 +103,12 @@ def main() -> None:
         seen = {"step": trainer.global_step, "epoch": trainer.current_epoch, "calls": module.calls}
         seen["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         seen["best"] = float(best.best_model_score)
+        seen["kept"] = [
+            Path(best.best_model_path).name,
+            float(best.current_score),
+            best._last_global_step_saved,
+        ]
+        seen["files"] = sorted(path.name for path in (given.output / "best").iterdir())
         seen["early"] = [early.wait_count, float(early.best_score)]
         seen["weights"] = total.hexdigest()
         (given.output / "seen.json").write_text(json.dumps(seen))

@@ -69,6 +69,17 @@ def test_a_killed_rank_costs_no_step_and_no_loss(
     assert "1 fault, 0 steps lost" in output
 
 
+@pytest.mark.parametrize(("evaluate", "kill"), [("steps", "0@7"), ("epoch", "1@9")])
+def test_killed_in_the_first_step_after_an_evaluation(tmp_path: Path, evaluate: str, kill: str) -> None:
+    given = ("--output", "out", "--evaluate", evaluate)
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
+    assert code == 0, output
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill", kill)
+    assert code == 0, output
+    compare(tmp_path, results(tmp_path / "plain"))
+    assert "1 fault, 0 steps lost" in output and "replace, training goes on" in output
+
+
 def test_a_single_worker_restarts_from_memory(tmp_path: Path) -> None:
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, "--output", "out", "--plain", ranks=1)
     assert code == 0, output

@@ -1,0 +1,108 @@
+"""Where a Lightning training is, as plain values and tensors: its loops, its callbacks, and what they look at.
+
+Theory. A place is taken when a step ends, and once more when the next one begins, if a validation or the end of an
+epoch lies between: a newcomer is to begin after what all others have done. Lightning's own idea of a restart knows
+places at the end of a batch; at one before a batch it counts that batch, and the validation before it, twice. So
+whoever went on from there puts the counters right when it has arrived. Scores and the like, small tensors that a
+validation replaces under other names, become plain values: the layout of the state stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from holdfast.adapters.torch.data import Source, make_source
+
+SMALL = "small tensor"
+SMALL_NUMEL = 64
+UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved")
+"""Of a ModelCheckpoint: it does not load them, and with them it decides whether all ranks save now."""
+
+
+def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
+    """The place now; ``arrived``: a batch is about to be trained, instead of just having been."""
+    states = {c.state_key: c.state_dict() for c in trainer.callbacks}
+    savers = {
+        c.state_key: {name: getattr(c, name) for name in UNSAVED}
+        for c in trainer.callbacks
+        if isinstance(c, ModelCheckpoint)
+    }
+    place = {
+        "loops": trainer.fit_loop.state_dict(),
+        "callbacks": {key: state for key, state in states.items() if state},
+        "savers": savers,
+        "metrics": dict(trainer.callback_metrics),
+        "arrived": arrived,
+    }
+    made: dict[str, Any] = _plain(place)
+    return made
+
+
+def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
+    """Before the loops begin: go to ``place``."""
+    place = _made(place)
+    trainer.fit_loop.load_state_dict(place["loops"])
+    trainer._logger_connector._callback_metrics.update(place.get("metrics", {}))
+    for callback in trainer.callbacks:
+        if callback.state_key in place["callbacks"]:
+            callback.load_state_dict(place["callbacks"][callback.state_key])
+        for name, value in place.get("savers", {}).get(callback.state_key, {}).items():
+            setattr(callback, name, value)
+
+
+def arrive(trainer: pl.Trainer, place: dict[str, Any]) -> None:
+    """The first batch after :func:`go_on` is about to be trained."""
+    if place.get("arrived"):
+        loop = trainer.fit_loop
+        loop.load_state_dict(_made(place["loops"]))
+        loop.restarting = loop._loaded_from_state_dict = False
+
+
+def _plain(value: Any) -> Any:
+    """A copy, small tensors as bytes."""
+    if isinstance(value, Tensor) and 0 < value.numel() <= SMALL_NUMEL:
+        flat = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        return {
+            SMALL: str(value.dtype).removeprefix("torch."),
+            "shape": tuple(value.shape),
+            "bytes": flat.tobytes(),
+        }
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(item) for key, item in value.items()} if type(value) is dict else copy.deepcopy(value)
+
+
+def _made(value: Any) -> Any:
+    """Inverse of :func:`_plain`; a copy."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_made, value))
+    if type(value) is not dict:
+        return copy.deepcopy(value)
+    if SMALL not in value:
+        return {key: _made(item) for key, item in value.items()}
+    dtype = getattr(torch, value[SMALL])
+    return torch.frombuffer(bytearray(value["bytes"]), dtype=dtype).reshape(value["shape"])
+
+
+class Loader:
+    """The training data from where the loops are, epoch after epoch."""
+
+    def __init__(self, loader: Any, trainer: pl.Trainer, seed: int) -> None:
+        self._source: Source = make_source(loader, seed, trainer.global_rank)
+        self._loop = trainer.fit_loop
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Asked at the first batch: by then Lightning knows in which epoch it starts.
+        skip = self._loop.epoch_loop.batch_progress.current.ready
+        yield from self._source.open(self._loop.epoch_progress.current.processed, skip)
