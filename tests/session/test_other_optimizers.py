@@ -52,6 +52,32 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         train(body + head, job=job)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a number and a tensor of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Count."""
+        state: Any = self.state
+        state["calls"] = state.get("calls", 0) + 1
+        state["pace"] = {"sum": state.get("pace", {"sum": torch.zeros(2)})["sum"] + 1.5}
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_of_no_parameter_goes_on(tmp_path: Path) -> None:
+    def counting() -> Job:
+        job = Job()
+        job.optimizer = Counting(job.net.parameters(), lr=0.01)
+        job.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, 20)
+        return job
+
+    counting().train(2, checkpoint=tmp_path)
+    job = counting()
+    job.train(3, checkpoint=tmp_path)
+    state: Any = job.optimizer.state
+    assert state["calls"] == 3
+    assert state["pace"]["sum"].tolist() == [4.5, 4.5]
+
+
 def test_one_process_may_search_along_a_line(tmp_path: Path) -> None:
     def train(folder: Path | None) -> list[torch.Tensor]:
         """In two sessions, or undisturbed."""

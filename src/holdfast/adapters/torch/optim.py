@@ -137,7 +137,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._states: dict[int, tuple[Optimizer, dict[torch.Tensor, Any]]] = {}
+        self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
 
     def record(self, optimizer: Optimizer) -> None:
         """Copy what the next update of ``optimizer`` changes, once until :meth:`clear`."""
@@ -147,6 +147,7 @@ class Undo:
             for p in parameters_of(optimizer):
                 self._weights.setdefault(id(p), (p, p.detach().clone()))
             states = {p: clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
+            states.update(clone(shared_state(optimizer.state)))
         self._states[id(optimizer)] = (optimizer, states)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -160,10 +161,11 @@ class Undo:
             for parameter, saved in self._weights.values():
                 parameter.copy_(saved)
         for optimizer, states in self._states.values():
-            for p in parameters_of(optimizer):
-                now = optimizer.state.pop(p, None)
-                if p in states:  # in place: who compares copies of the state knows these tensors
-                    optimizer.state[p] = put_into(now, states[p])
+            state: dict[Any, Any] = optimizer.state
+            for key in [*parameters_of(optimizer), *{**shared_state(state), **shared_state(states)}]:
+                now = state.pop(key, None)
+                if key in states:  # in place: who compares copies of the state knows these tensors
+                    state[key] = put_into(now, states[key])
         self.clear()
 
     def clear(self) -> None:
@@ -179,6 +181,11 @@ class Undo:
         """The untouched state of ``optimizer``."""
         recorded = self._states.get(id(optimizer))
         return optimizer.state if recorded is None else recorded[1]
+
+
+def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of no parameter, by its own names."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def clone(value: Any) -> Any:
@@ -228,7 +235,8 @@ class OptimizerState:
 
     def size(self) -> int:
         """Number of state entries: grows when the optimizer makes state, which is at its first update."""
-        return sum(map(len, self.optimizer.state.values()))
+        state = self.optimizer.state
+        return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """As the function of this name, for the start of a step.
@@ -264,6 +272,7 @@ class OptimizerState:
                 [fqn for fqn in fqns if self._parameters[fqn].requires_grad]
                 for fqns in members[self._built :]
             ],
+            "shared": split(shared_state(state), f"{self.prefix}.shared", leaf),
             "state": {
                 fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", _beside(p, leaf))
                 for fqn, p in held
@@ -401,14 +410,19 @@ class OptimizerState:
                     cpu = key == "step" and step_on_cpu
                     fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key))
                     states.setdefault(p, {})[key] = join(item, fill)
+        shared = join(saved.get("shared", {}), lambda path: fetch(path, None, True))
         trained = [fqn for fqns in saved.get("added", ()) for fqn in fqns]
 
         def finish() -> None:
+            state: dict[Any, Any] = self.optimizer.state
+            before = {key: state.pop(key) for key in shared_state(state)} if "shared" in saved else {}
             for p in parameters_of(self.optimizer):
                 self.optimizer.state.pop(p, None)
             self._add_again(added, trained if added else ())
             set_hyperparameters(self.optimizer, groups)
             self.optimizer.state.update(states)
+            for key, value in shared.items():
+                state[key] = put_into(before.get(key), value)
 
         return finish
 
