@@ -41,10 +41,10 @@ class World:
             self.step,
             self.phase[rank],
             (self.marks[rank],),
-            self.step,
             STEP_S,
             0.1,
             self.section,
+            done=self.step,
         )
 
     def train(self, steps: int) -> None:
@@ -121,7 +121,15 @@ def test_a_successor_judges_as_its_predecessor() -> None:
     world.stop()
     assert world.until(True) < 3.0
     world.progress = Progress(LIMITS)
-    assert world.until(True) >= LIMITS.idle_s, "without it, the steps of these processes are their first"
+    assert world.until(True) < 3.0, "without it, it begins with the last step of each"
+
+
+def test_a_successor_gives_the_first_steps_of_a_process_their_time() -> None:
+    world = World()
+    world.train(2)
+    world.progress = Progress(LIMITS)
+    world.stop()
+    assert world.until(True) >= LIMITS.idle_s
 
 
 def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:
@@ -139,7 +147,7 @@ def test_before_there_are_samples_the_bound_is_generous() -> None:
     world.train(2)
     world.stop()
     assert world.until(True) >= LIMITS.idle_s
-    assert Progress(LIMITS).bound_s(world.reading(0)._replace(phase=Phase.STARTING), 0) == LIMITS.start_s
+    assert Progress(LIMITS).bound_s(world.reading(0)._replace(phase=Phase.STARTING)) == LIMITS.start_s
 
 
 def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> None:
@@ -151,10 +159,10 @@ def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> Non
     world.still = set()
     world.train(1)
     usual = 10 * STEP_S
-    fresh = world.progress.bound_s(world.reading(0), 99)
+    fresh = world.progress.bound_s(world.reading(0))
     assert fresh > 1.3 * usual
     world.train(300)
-    assert world.progress.bound_s(world.reading(0), 99) == usual
+    assert world.progress.bound_s(world.reading(0)) == usual
 
 
 def test_sections_are_learned_by_name() -> None:
@@ -167,9 +175,9 @@ def test_sections_are_learned_by_name() -> None:
     assert all(world.look() is None for _ in range(100))  # ten seconds, the first of its name
     world.still = set()
     world.look()
-    assert 29 < world.progress.bound_s(world.reading(0), 99) < 32
+    assert 29 < world.progress.bound_s(world.reading(0)) < 32
     world.section = "export"
-    assert world.progress.bound_s(world.reading(0), 99) == LIMITS.section_s
+    assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s
 
 
 def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
@@ -178,7 +186,7 @@ def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
     world.section = "eval"
     world.look()
     world.phase = dict.fromkeys(world.phase, Phase.SECTION)
-    assert world.progress.bound_s(world.reading(0), 99) == 10 * LIMITS.floor_s
+    assert world.progress.bound_s(world.reading(0)) == 10 * LIMITS.floor_s
 
 
 def test_a_section_that_was_cut_off_is_not_learned() -> None:
@@ -190,7 +198,7 @@ def test_a_section_that_was_cut_off_is_not_learned() -> None:
     world.phase, world.section = dict.fromkeys(world.phase, Phase.READY), ""
     world.look()
     world.phase, world.section = dict.fromkeys(world.phase, Phase.SECTION), "eval"
-    assert world.progress.bound_s(world.reading(0), 99) == LIMITS.section_s
+    assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s
 
 
 def test_time_that_nobody_looked_does_not_count() -> None:
@@ -232,7 +240,7 @@ class Script(World):
             super()
             .reading(rank)
             ._replace(
-                committed=0,
+                done=0,
                 collectives=self.marks[rank],
                 waits=rank in self.waiting,
                 stopped=rank in self.stopped,

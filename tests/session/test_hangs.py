@@ -13,6 +13,7 @@ from tests.session.section_job import EPOCHS, LAST_STEP
 pytestmark = [pytest.mark.torch]
 
 JOB = str(Path(__file__).with_name("hang_job.py"))
+UNSEEN = str(Path(__file__).with_name("unseen_job.py"))
 AFTER = str(Path(__file__).with_name("section_job.py"))
 FLOOR_S = 0.7
 
@@ -43,3 +44,13 @@ def test_a_section_that_is_not_run_again_is_told_once(tmp_path: Path) -> None:
     told = f'section "eval" after step {LAST_STEP} was cut off and is not run again'
     assert done.stdout.count(told) == 1, done.stdout
     assert done.stdout.count("evaluated after step") == EPOCHS - 1, "the case that is told"
+
+
+@pytest.mark.processes
+def test_a_worker_that_stops_before_any_agent_has_seen_a_step_is_found(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 3, "--run-id", "it", UNSEEN, str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    assert sum(e.kind == "agent_started" for e in events) == 2
+    assert [(e.data["rank"], e.data["kind"]) for e in events if e.kind == "detected"] == [(1, "hang")]
+    assert [e.data["steps_lost"] for e in events if e.kind == "recovered"] == [0]

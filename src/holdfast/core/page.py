@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
-PAGE_VERSION = 3
+PAGE_VERSION = 4
 PAGE_SIZE_BYTES = 4096
 SECTION_SIZE_BYTES = 64
 LOCK_AT = 512  # a pthread_mutex_t, see runtime/lifeline.py
@@ -52,6 +52,7 @@ class Word(IntEnum):
     USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
     BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers
     ARRIVED = 27  # 1 + the step whose state, kept in memory, another node has too; 0: none
+    DONE = 28  # steps committed by this process
     SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 
 

@@ -15,7 +15,8 @@ Invariants:
 1. A stall is announced once, and taken back once when any worker moves.
 2. Time during which nobody looked does not count against a worker: a frozen or starved machine kills nobody.
 3. Nothing here reads a clock: ``now`` is an argument, in seconds.
-4. What was learned outlives who learned it: a successor that is given it judges as its predecessor would have.
+4. What was learned outlives who learned it: a successor that is given it judges as its predecessor would have. Without
+   it, the pages say what the last step took: nobody gets the time of a first step for a later one.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class Reading(NamedTuple):
     step: int
     phase: Phase
     mark: tuple[int, ...]  # differs from the last one when the worker has moved
-    committed: int
     step_s: float  # duration of the last committed step
     busy_s: float  # the same without waiting for peers
     section: str = ""  # the one it is in, or the last one that came to its end
@@ -66,16 +66,16 @@ class Reading(NamedTuple):
     collectives: int = 0  # begun so far
     waits: bool = False  # one of them is under way
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
+    done: int = 0  # steps that its process has committed
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """What a successor goes on with: seconds of the recent steps, and between collectives where no session tells; the
-    longest stillness survived, by kind; steps committed by each process."""
+    longest stillness survived, by kind."""
 
     steps: tuple[float, ...] = ()
     apart: tuple[float, ...] = ()
     peaks: dict[str, float] = {}
-    done: dict[MemberId, int] = {}
 
 
 class Stall(NamedTuple):
@@ -90,10 +90,9 @@ class Stall(NamedTuple):
 class _Watch:
     """One worker, as seen from outside."""
 
-    def __init__(self, reading: Reading, steps: int) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.last = reading
         self.idle_s = 0.0
-        self.steps = steps  # committed since this process is looked at
         self.busy: deque[float] = deque(maxlen=SAMPLES_MAX)
 
 
@@ -109,7 +108,6 @@ class Progress:
         self.limits = limits
         self.stalled = False
         self._watches: dict[MemberId, _Watch] = {}
-        self._done = found.done
         self._steps = deque(found.steps, maxlen=SAMPLES_MAX)
         # Between collectives, before or without a session.
         self._apart = deque(found.apart, maxlen=SAMPLES_MAX)
@@ -122,7 +120,6 @@ class Progress:
             steps=tuple(self._steps),
             apart=tuple(self._apart),
             peaks=dict(self._peaks),
-            done={member_id: watch.steps for member_id, watch in self._watches.items()},
         )
 
     def look(self, now: float, readings: Sequence[Reading]) -> bool | None:
@@ -136,16 +133,18 @@ class Progress:
         known, self._watches = self._watches, {}
         for reading in readings:
             member_id = reading.member_id
-            watch = known.get(member_id) or _Watch(reading, self._done.get(member_id, 0))
+            watch = known.get(member_id) or _Watch(reading)
             self._watches[member_id] = watch
             self._see(watch, reading, passed_s)
+        if not self._steps:  # this one looks for the first time, at processes whose first steps nobody saw
+            self._steps.extend(r.step_s for r in readings if r.done > SAMPLES_MIN)
         before, self.stalled = self.stalled, self._is_stalled()
         return None if before == self.stalled else self.stalled
 
     def stalls(self) -> list[Stall]:
         """Every worker's stillness, by member."""
         return [
-            Stall(member_id, watch.idle_s, self.bound_s(watch.last, watch.steps), watch.last.phase in WAITING)
+            Stall(member_id, watch.idle_s, self.bound_s(watch.last), watch.last.phase in WAITING)
             for member_id, watch in sorted(self._watches.items())
         ]
 
@@ -170,10 +169,10 @@ class Progress:
             if watch.busy
         ]
 
-    def bound_s(self, reading: Reading, steps: int) -> float:
-        """How long this worker may be still where it is; ``steps``: committed since its process is watched."""
+    def bound_s(self, reading: Reading) -> float:
+        """How long this worker may be still where it is."""
         limits, phase = self.limits, reading.phase
-        peak = self._peaks.get(_kind(reading, steps), 0.0)
+        peak = self._peaks.get(_kind(reading), 0.0)
         if reading.stopped and self._steps:
             return self._usual_s()
         if phase is Phase.STARTING:
@@ -184,7 +183,7 @@ class Progress:
             return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
         if reading.compiling or phase in (Phase.READY, Phase.SAVE):
             return max(limits.idle_s, 3 * peak)
-        if steps < SAMPLES_MIN or not self._steps:
+        if reading.done < SAMPLES_MIN or not self._steps:
             return max(10 * limits.floor_s, 3 * peak) if peak and self._steps else limits.idle_s
         if phase is Phase.LOADING:
             return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
@@ -202,7 +201,7 @@ class Progress:
 
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
-        return bool(holding) and all(w.idle_s >= self.bound_s(w.last, w.steps) for w in holding)
+        return bool(holding) and all(w.idle_s >= self.bound_s(w.last) for w in holding)
 
     def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
         last, watch.last, limits = watch.last, reading, self.limits
@@ -210,7 +209,7 @@ class Progress:
         if reading.mark == last.mark:
             return
         if last.phase is not Phase.SECTION or reading.phase is Phase.SECTION or reading.section:
-            self._learn(_kind(last, watch.steps), watch.idle_s)  # else it was cut off, and may take longer
+            self._learn(_kind(last), watch.idle_s)  # else it was cut off, and may take longer
         if reading.section and reading.phase is not Phase.SECTION:
             self._learn(
                 f"section {reading.section}", limits.look_s
@@ -218,10 +217,9 @@ class Progress:
         if last.phase is Phase.STARTING and last.collectives:
             self._apart.append(watch.idle_s)
         watch.idle_s = 0.0
-        if reading.committed == last.committed:
+        if reading.done == last.done:
             return
-        watch.steps += max(1, reading.committed - last.committed)  # a rank may have gone back
-        if watch.steps > SAMPLES_MIN:
+        if reading.done > SAMPLES_MIN:
             self._steps.append(reading.step_s)
             if reading.busy_s:
                 watch.busy.append(reading.busy_s)
@@ -234,7 +232,7 @@ class Progress:
             self._peaks[kind] = idle_s
 
 
-def _kind(reading: Reading, steps: int) -> str:
+def _kind(reading: Reading) -> str:
     """What a stillness is compared with."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
@@ -242,6 +240,6 @@ def _kind(reading: Reading, steps: int) -> str:
         return "compile"
     if reading.phase is Phase.STARTING and not reading.collectives:
         return "first collective"
-    if reading.phase in IN_STEP | {Phase.LOADING} and steps < SAMPLES_MIN:
+    if reading.phase in IN_STEP | {Phase.LOADING} and reading.done < SAMPLES_MIN:
         return f"first {reading.phase.name}"
     return reading.phase.name

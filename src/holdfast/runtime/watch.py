@@ -228,11 +228,11 @@ def read(page: Page) -> Reading:
         step=step,
         phase=phase,
         mark=(page[Word.STATE], page[Word.ENTERED_NS], page[Word.COLLECTIVES], page[Word.REPEATED], flags),
-        committed=page[Word.COMMITTED],
         step_s=page[Word.STEP_NS] / 1e9,
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section(),
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & Flag.COMPILING),
+        done=page[Word.DONE],
     )

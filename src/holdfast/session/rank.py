@@ -385,6 +385,7 @@ class Rank:
             self.machine.end_block()
         if page is not None:
             page[Word.COMMITTED] = self.step
+            page[Word.DONE] += 1
             page[Word.STEP_NS] = time.monotonic_ns() - self._block_started_ns
         self.enter(Phase.READY)
         if self.client is not None and not self._reached and not self.fenced:
