@@ -148,6 +148,13 @@ def test_run_directory_where_nobody_may_write(holdfast: Run, tmp_path: Path) -> 
     refused(holdfast, tmp_path, Exit.USAGE, *args, says="cannot make the run directory", then="--run-dir")
 
 
+def test_logs_that_cannot_be_made(holdfast: Run, tmp_path: Path) -> None:
+    args = ("run", "--log-dir", "train.py", "train.py")
+    refused(
+        holdfast, tmp_path, Exit.USAGE, *args, says="cannot make the directory of the logs", then="--log-dir"
+    )
+
+
 def test_run_directory_that_exists(holdfast: Run, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
     args = ("run", "--run-dir", "elsewhere", "--run-id", "mine", "train.py")

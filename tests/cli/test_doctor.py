@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,14 @@ def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says:
     save(root, pipeline(2, replicas), save_id())
     _, lost = doctor._losses(made.directory.journal)
     assert lost.grade == grade and says in lost.found
+
+
+def test_temporary_files_of_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a data loader meet at a socket below it."""
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    found = doctor._temporary()
+    assert found.grade == "poor" and "TMPDIR" in found.advice
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert doctor._temporary().grade == "good"

@@ -35,6 +35,7 @@ PYTHON_LEAST = (3, 11)
 FILES_LEAST = 4096
 SHARED_LEAST_BYTES = 64 << 20
 PROBE_SIZE_BYTES = 16 << 20
+TEMPORARY_LENGTH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # a path of a Unix socket has 107 bytes
 SLOW_BYTES_PER_S = 50e6
 SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")}
 
@@ -80,7 +81,7 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
 
 def examine(checkpoint: str | None) -> Iterator[Finding]:
     """All looks at this machine, in order."""
-    looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files]
+    looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files, _temporary]
     for look in looks:
         yield look()
     if checkpoint is not None:
@@ -143,6 +144,19 @@ def _files() -> Finding:
     if soft < FILES_LEAST:
         return Finding("file limit", "poor", found, f"ulimit -n {min(FILES_LEAST, hard)}")
     return Finding("file limit", "good", found)
+
+
+def _temporary() -> Finding:
+    """Where processes of one rank meet: those of a data loader wait for ever where they cannot."""
+    try:
+        place = tempfile.gettempdir()
+    except OSError as error:
+        return Finding("temporary files", "bad", str(error), "TMPDIR=/a/writable/directory")
+    found = f"in {place}"
+    if len(os.fsencode(place)) > TEMPORARY_LENGTH_MAX:
+        advice = f"TMPDIR of at most {TEMPORARY_LENGTH_MAX} bytes: data loaders with workers can stand still"
+        return Finding("temporary files", "poor", f"{found}: too long for a socket below it", advice)
+    return Finding("temporary files", "good", found)
 
 
 def _checkpoints(place: Place) -> Finding:

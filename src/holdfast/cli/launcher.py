@@ -67,6 +67,8 @@ def launch(request: Request) -> int:
     run_dir = RunDir(request.run_dir)
     remove_forgotten()
     earlier = _make_room(run_dir)
+    if request.settings.log_dir:
+        _make_logs(Path(request.settings.log_dir))
     run_dir.create(request.token)
     run_dir.hold_launch()  # before it is known as a run: another start of it looks
     if earlier is not None:
@@ -78,6 +80,17 @@ def launch(request: Request) -> int:
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         return Launcher(request, run_dir).run()
+
+
+def _make_logs(directory: Path) -> None:
+    """Else no worker would start. Raises: UsageError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the directory of the logs {directory}: {error.strerror}",
+            hint="choose a writable place with --log-dir",
+        ) from error
 
 
 def _make_room(run_dir: RunDir) -> Path | None:
