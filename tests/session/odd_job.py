@@ -225,6 +225,8 @@ def averaging(job: Job) -> dict[str, Any]:
 
 def owning(job: Job) -> dict[str, Any]:
     """A walk of this rank alone, which a block goes on with, and one that is kept where that of the job belongs."""
+    next(job.model.children()).register_buffer("mine", torch.full((2,), float(job.rank)))
+    job.model = DistributedDataParallel(next(job.model.children()), broadcast_buffers=False)
     walk, wrong = np.random.default_rng(job.rank), [float(job.rank)]
     sums: list[float] = [0.0]
     with job.session({"wrong": wrong, "right": [1.0]}) as s:

@@ -1,7 +1,8 @@
-"""The user's state is that of the job: told once when ranks keep different things in it.
+"""The user's state, and buffers, are those of the job: told once when ranks keep different things in them.
 
 Theory. A checkpoint holds it once, and who takes a lost rank's place has that of another rank. What each rank keeps for
-itself (its environment, its own losses) would be another rank's after a fault, without a word. So each rank says after
+itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
+without a word. So each rank says after
 its first step what it has, by digests, and the first rank compares after the next one: by then everybody has voted
 again, and so has spoken. Only ranks that hold the same tensors of the model are compared, as only these stand in for
 each other, and only what each of them holds whole.
@@ -15,7 +16,7 @@ from collections import defaultdict
 
 import xxhash
 
-from holdfast.adapters.base import Adapter, Collected
+from holdfast.adapters.base import Adapter, Collected, ComparesCopies
 from holdfast.runtime.client import Client
 from holdfast.store.layout import Box
 from holdfast.store.values import encode_values
@@ -40,17 +41,22 @@ class Common:
             return
         if not self._key:
             collected = adapter.collect()
-            if not collected.values.get("state"):
-                self._client = None
-                return
             self._key = f"holdfast/state/{client.generation}"
-            words = json.dumps(digests(collected, adapter.rank, adapter.world_size))
+            words = json.dumps(digests(adapter, collected))
             client.kv("append", (self._key,), f"{words}\n".encode())
             return
         self._client = None
         if adapter.rank == 0:
-            said = client.kv("get", (self._key,)).value.decode().splitlines()
-            for name in differing([json.loads(words) for words in said]):
+            said = [json.loads(words) for words in client.kv("get", (self._key,)).value.decode().splitlines()]
+            if buffers := differing([(part, found) for part, _, found in said]):
+                log.warning(
+                    "holdfast: %d buffer(s), %s first, are not the same on all ranks: who takes a lost rank's place, "
+                    "or starts from a checkpoint, has those of another rank; DDP(broadcast_buffers=True) keeps them "
+                    "equal",
+                    len(buffers),
+                    buffers[0],
+                )
+            for name in differing([(part, found) for part, found, _ in said]):
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks: it is that of the job, and who takes a lost '
                     "rank's place, or starts from a checkpoint, has that of another rank; what is one rank's belongs "
@@ -59,20 +65,23 @@ class Common:
                 )
 
 
-def digests(collected: Collected, rank: int, world_size: int) -> tuple[str, dict[str, str]]:
-    """Which part of the model this rank holds, and a digest of each item of the user's state."""
-    state = collected.values["state"]
+def digests(adapter: Adapter, collected: Collected) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
+    state = collected.values.get("state", {})
     totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in state.items()}
+    buffers: dict[str, str] = {}
     part = xxhash.xxh3_64()
-    for meta in collected.layout(rank, world_size).tensors:
+    for meta in collected.layout(adapter.rank, adapter.world_size).tensors:
         if not meta.fqn.startswith(PREFIX):
             part.update(meta.fqn.encode())
+            if isinstance(adapter, ComparesCopies) and not adapter.compares(meta.fqn):
+                buffers[meta.fqn] = xxhash.xxh3_64_hexdigest(collected.view(meta.fqn, meta.box))
         elif meta.box == Box.whole(meta.shape):
             words = meta.fqn.removeprefix(PREFIX).split(".")
             owners = [name for at in range(len(words)) if (name := ".".join(words[: at + 1])) in totals]
             for name in owners[-1:]:
                 totals[name].update(collected.view(meta.fqn, meta.box))
-    return part.hexdigest(), {name: total.hexdigest() for name, total in totals.items()}
+    return part.hexdigest(), {name: total.hexdigest() for name, total in totals.items()}, buffers
 
 
 def differing(said: list[tuple[str, dict[str, str]]]) -> list[str]:
