@@ -57,9 +57,10 @@ def open_session(
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
-            It is that of the job: who takes a lost rank's place, and a start from a checkpoint, have that of another
-            rank (what is one rank's: ``Session.own``). What a block that does not count changes is put back; in
-            iterables and objects of more than 65536 numbers it is not: change those after ``optimizer.step()``.
+            It is that of the job: who takes a lost rank's place has that of another rank, and so has who starts from a
+            checkpoint that another rank wrote (what is one rank's: ``Session.own``). What a block that does not count
+            changes is put back; in iterables and objects of more than 65536 numbers it is not: change those after
+            ``optimizer.step()``.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
