@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.pids import alive, command, kill_if, pidfd
+from holdfast.runtime.pids import alive, command, kill_group, kill_if, pidfd
 
 pytestmark = pytest.mark.processes
 
@@ -46,3 +49,28 @@ def test_numbers_that_are_no_process() -> None:
     finally:
         over.set()
         thread.join()
+
+
+SHARING = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+gate = multiprocessing.get_context("spawn").Semaphore()
+print(memory.name, "sem." + gate._semlock.name.lstrip("/"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_group_shares_is_removed_by_its_own_tracker() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        places = [Path("/dev/shm") / name for name in process.stdout.readline().split()]
+        assert len(places) == 2 and all(place.exists() for place in places)
+        process.kill()
+        kill_group(process.pid)
+    deadline_s = time.monotonic() + 20
+    while any(place.exists() for place in places) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not any(place.exists() for place in places)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _EXITING = 0x4  # PF_EXITING of the kernel
+_TRACKER = b"from multiprocessing.resource_tracker import main"
+_ROUNDS_MAX = 5  # of looks at a group, whose members may start others meanwhile
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the number is free, or that of a thread
 
 
@@ -90,6 +92,37 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL what is left of the process group that ``pid`` leads.
+
+    Python's resource tracker in it ends by itself when the others have, and removes the semaphores and the shared
+    memory that they have left in /dev/shm.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        for _ in range(_ROUNDS_MAX):
+            os.killpg(pid, 0)
+            members = [each for each in _group(pid) if alive(each)]
+            trackers = [each for each in members if any(_TRACKER in word for word in command(each))]
+            if not trackers:
+                break
+            for member in set(members) - set(trackers):
+                kill_if(member, lambda each: _leader(each) == pid)
+            if len(trackers) == len(members):
+                return
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of this group."""
+    return [pid for name in os.listdir("/proc") if name.isdecimal() and _leader(pid := int(name)) == leader]
+
+
+def _leader(pid: int) -> int:
+    """Group of ``pid``; 0 when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[2]) if fields else 0
 
 
 def reap_others(child: int) -> None:

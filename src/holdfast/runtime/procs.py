@@ -31,7 +31,7 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
-from holdfast.runtime.pids import command, ending, kill_if, pidfd
+from holdfast.runtime.pids import command, ending, kill_group, kill_if, pidfd
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
@@ -496,14 +496,6 @@ class Processes:
 def _status(code: int) -> tuple[int | None, int | None]:
     """Exit code and signal, from a code that is below 0 for a signal."""
     return (code, None) if code >= 0 else (None, -code)
-
-
-def kill_group(pid: int) -> None:
-    """SIGKILL what is left of the process group that ``pid`` leads."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def dismiss_spares(run: RunDir) -> None:
