@@ -161,7 +161,9 @@ class Chaos:
             if time.monotonic() > until_s:
                 break
             time.sleep(POLL_S)
-        while self._run.workers() and time.monotonic() < until_s:
+        while (workers := self._run.workers()) and time.monotonic() < until_s:
+            for worker in () if RunDir(place).serving("agent") else workers.values():
+                kill_if(worker.pid, stopped)  # launcher and agent are gone: nobody else looks for it
             time.sleep(POLL_S)
         end(self._launcher, place)
         RunDir(place).remove_pages()  # with agent and launcher gone nobody else does
