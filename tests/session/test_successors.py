@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 with holdfast.session(model=model, optimizer=optimizer, memory=0) as s:
-    for step in s.steps(until=60):
+    for step in s.steps(until=STEPS):
         with step:
             time.sleep(0.03)
             model(torch.full((4, 8), 1.0 + step.number)).square().mean().backward()
@@ -39,10 +40,36 @@ pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
 """
 
 
-def train(where: Path, *daemons: str) -> list[str]:
-    """What each rank has at the end; these daemons and the worker of rank 1 are killed at once."""
+def kill(directory: RunDir, run: Run, daemons: tuple[str, ...]) -> None:
+    """All at once."""
+    pids = [*map(directory.serving, daemons), run.workers()[1].pid]
+    assert all(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def freeze(directory: RunDir, run: Run, daemons: tuple[str, ...]) -> None:
+    """The agent, when the next controller waits for it: that one hears of the workers from another agent."""
+    controller, agent = map(directory.serving, daemons)
+    os.kill(controller, signal.SIGKILL)
+    until("the next one is started", lambda: directory.serving("controller") not in (0, controller))
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(run.workers()[1].pid, signal.SIGKILL)
+
+
+def check(place: Path) -> None:
+    """The worker was replaced, and nothing else happened."""
+    events = [json.loads(line) for line in (place / "runs/it/events.jsonl").read_text().splitlines()]
+    assert {e["data"]["action"] for e in events if e["kind"] == "verdict"} == {"replace"}
+    assert {e["data"]["steps_lost"] for e in events if e["kind"] == "restored"} == {0}
+
+
+def train(
+    where: Path, *daemons: str, steps: int = 60, strike: Callable[[RunDir, Run, tuple[str, ...]], None] = kill
+) -> list[str]:
+    """What each rank has at the end; these daemons and the worker of rank 1 are struck in the middle."""
     where.mkdir()
-    (where / "train.py").write_text(SCRIPT)
+    (where / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)))
     job = subprocess.Popen(
         [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
         cwd=where,
@@ -53,7 +80,10 @@ def train(where: Path, *daemons: str) -> list[str]:
     )
     try:
         if daemons:
-            strike(RunDir(where / "runs/it"), daemons)
+            directory = RunDir(where / "runs/it")
+            run = Run(directory.path)
+            until("the training is under way", lambda: run.committed_step() >= 5)
+            strike(directory, run, daemons)
         said, _ = job.communicate(timeout=BOUND_S)
     finally:
         job.kill()
@@ -62,22 +92,15 @@ def train(where: Path, *daemons: str) -> list[str]:
     return [path.read_text() for path in sorted(where.glob("end-*"))]
 
 
-def strike(directory: RunDir, daemons: tuple[str, ...]) -> None:
-    """In the middle of the training."""
-    run = Run(directory.path)
-    until("the training is under way", lambda: run.committed_step() >= 5)
-    pids = [*map(directory.serving, daemons), run.workers()[1].pid]
-    assert all(pids)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_what_a_dead_rank_held_is_known_to_its_peers(tmp_path: Path) -> None:
     calm = train(tmp_path / "calm")
     assert len(calm) == RANKS
     for daemons in (("agent", "controller"), ("agent",), ("controller",)):
         struck = tmp_path / "-".join(daemons)
         assert train(struck, *daemons) == calm
-        events = [json.loads(line) for line in (struck / "runs/it/events.jsonl").read_text().splitlines()]
-        assert {e["data"]["action"] for e in events if e["kind"] == "verdict"} == {"replace"}
-        assert {e["data"]["steps_lost"] for e in events if e["kind"] == "restored"} == {0}
+        check(struck)
+
+
+def test_workers_that_a_new_controller_has_not_heard_are_waited_for(tmp_path: Path) -> None:
+    train(tmp_path / "it", "controller", "agent", steps=300, strike=freeze)
+    check(tmp_path / "it")

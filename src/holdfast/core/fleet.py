@@ -64,9 +64,10 @@ class Fleet:
             if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
             members = [
-                Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id)
+                Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id,
+                       said_hello=self._past.opened)  # to the one before: it will again
                 for s in self._past.seats
-            ]
+            ]  # fmt: skip
             job.roster.seat(self._past.seated, members)
             self.recovery.seated(self._past.opened, self._past.in_place)
 

@@ -272,7 +272,7 @@ class Recovery:
             self.fault(now, self._suspicion)
         elif name == "quiesce-early" and self.phase == "fencing":
             for member in living:
-                if member.opened_step is None and member.rank not in self._reports:
+                if member.opened_step is None and not self._all_opened and member.rank not in self._reports:
                     self.job.kill(member, "did not answer while starting")
         elif name == "quiesce" and self.phase in ("fencing", "retrying"):
             for member in living:
