@@ -12,6 +12,9 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
+# Most tests start processes of their own and wait for them: three at a time keep four cores busy.
+PYTESTS := $(shell test "$$(nproc)" -ge 4 && echo 3 || echo 2)
+
 .PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions bench clean storm
 
 help:  ## show this list
@@ -30,7 +33,7 @@ drill: venv  ## a real training job, undisturbed and with injected faults, compa
 	$(VENV)/bin/holdfast drill
 
 test: venv  ## the test suite (under 10 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
 check: venv  ## lint, format, types, rings
 	VENV=$(VENV) scripts/check
