@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def test_a_slice_of_chaos(tmp_path: Path) -> None:
-    tally = chaos(tmp_path / "chaos", faults=4, steps=100, seed=3, layouts=["ddp"], nproc=2)
+    tally = chaos(tmp_path / "chaos", faults=4, steps=300, seed=3, layouts=["ddp"], nproc=2)
     assert tally.failures == [] and tally.faults >= 4
     assert sum(map(len, tally.times_s.values())) >= 1
 

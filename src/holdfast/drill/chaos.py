@@ -35,7 +35,7 @@ from holdfast.runtime.rundir import RunDir, open_log
 
 SAVE_EVERY = 50
 POLL_S = 0.01
-RECOVERED_S_MAX = 60.0
+RECOVERED_S_MAX = 180.0  # a newcomer that is stopped while it starts is replaced after 120 s
 NPROC = 4
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
