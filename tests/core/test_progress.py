@@ -150,6 +150,22 @@ def test_before_there_are_samples_the_bound_is_generous() -> None:
     assert Progress(LIMITS).bound_s(world.reading(0)._replace(phase=Phase.STARTING)) == LIMITS.start_s
 
 
+def test_a_process_that_is_stopped_in_its_first_steps_gets_no_time_to_compile() -> None:
+    world = World()
+    world.train(2)
+    world.stop()
+    first = world.reading(2)
+    assert world.progress.bound_s(first) == LIMITS.idle_s
+    assert world.progress.bound_s(first._replace(stopped=True)) == 10 * LIMITS.floor_s
+    looks = 0
+    while world.progress.overdue() == []:
+        assert world.look() is None
+        looks += 1
+    assert looks * LIMITS.look_s < 11 * LIMITS.floor_s
+    readings = [world.reading(rank)._replace(stopped=rank == 2) for rank in world.phase]
+    assert world.progress.look(world.now + 0.1, readings) is True, "the others wait for it"
+
+
 def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> None:
     world = World()
     world.train(20)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -153,7 +154,7 @@ class Progress:
         return [
             member_id
             for member_id, watch in sorted(self._watches.items())
-            if watch.idle_s >= (self._usual_s() if self._steps else self._apart_s())
+            if watch.idle_s >= self._frozen_s(watch.last)
         ]
 
     @property
@@ -173,8 +174,8 @@ class Progress:
         """How long this worker may be still where it is."""
         limits, phase = self.limits, reading.phase
         peak = self._peaks.get(_kind(reading), 0.0)
-        if reading.stopped and self._steps:
-            return self._usual_s()
+        if reading.stopped and (self._steps or phase is not Phase.STARTING):
+            return self._frozen_s(reading)
         if phase is Phase.STARTING:
             if reading.waits or (reading.stopped and reading.collectives):
                 return min(self._apart_s(), limits.start_s)
@@ -189,6 +190,12 @@ class Progress:
             return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
         return max(self._usual_s(), 1.5 * peak)
 
+    def _frozen_s(self, reading: Reading) -> float:
+        """How long a process may be stopped: it compiles nothing and waits for nothing, in its first steps either."""
+        if self._steps:
+            return self._usual_s()
+        return self._apart_s() if reading.phase is Phase.STARTING else 10 * self.limits.floor_s
+
     def _usual_s(self) -> float:
         return max(self.limits.floor_s, self.limits.factor * self.step_s)
 
@@ -201,7 +208,11 @@ class Progress:
 
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
-        return bool(holding) and all(w.idle_s >= self.bound_s(w.last) for w in holding)
+        bounds = {id(w): self.bound_s(w.last) for w in holding}
+        frozen = [w for w in holding if w.last.stopped and w.idle_s >= bounds[id(w)]]
+        # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
+        most_s = max(10 * self.limits.floor_s, *(bounds[id(w)] for w in frozen)) if frozen else inf
+        return bool(holding) and all(w.idle_s >= min(bounds[id(w)], most_s) for w in holding)
 
     def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
         last, watch.last, limits = watch.last, reading, self.limits
