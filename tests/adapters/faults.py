@@ -133,12 +133,12 @@ def lose_a_peer(
     state = fabric()
     state.shield(shield)
     run = OPERATIONS[operation]
-    run(line.rank, line.world_size, 0, numel)
-    if line.rank == victim:
-        delay_s = random.Random(seed).uniform(0.0, 0.03)
-        threading.Timer(delay_s, lambda: line.say(Say("kill-me" if how == "kill" else "stop-me"))).start()
     turns, end = 0, "poisoned"
     try:
+        run(line.rank, line.world_size, 0, numel)  # the victim may be through with it before the others are
+        if line.rank == victim:
+            delay_s = random.Random(seed).uniform(0.0, 0.03)
+            threading.Timer(delay_s, lambda: line.say(Say("kill-me" if how == "kill" else "stop-me"))).start()
         while True:
             turns += 1
             if idle and line.rank == victim:

@@ -179,7 +179,7 @@ def test_other_programs_give_and_take_it(tmp_path: Path, form: Form) -> None:
 def test_stages_of_a_pipeline_bring_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     common: dict[str, Any] = {"aliases": {}, "optimizers": {}, "schedulers": {}, "state": {}}
     stages = [{**common, "modules": {f"{n}._extra_state": n}} for n in range(2)]
-    monkeypatch.setattr(weights, "load_values_of_all", lambda path, names: stages)
+    monkeypatch.setattr(weights, "load_values_of_all", lambda path, names, rank: stages)
     assert weights.extra_states(weights.joined_values(place_of("x"))) == {"0._extra_state", "1._extra_state"}
     # A rank that asked one stage alone: the tensors of the others are known by their names.
     names = ["0.weight", "1._extra_state.history.0", "1.weight"]
