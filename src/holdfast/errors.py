@@ -29,6 +29,11 @@ line prints it on a line of its own, after the log path.
 
 from __future__ import annotations
 
+import errno
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of an ``OSError`` that say that a disk, or a quota, is full."""
+
 
 class HoldfastError(Exception):
     """Base of every error raised by Holdfast.

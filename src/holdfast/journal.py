@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.messages import Field
-from holdfast.errors import ProtocolError
+from holdfast.errors import NO_ROOM, ProtocolError
 
 SCHEMA_VERSION = 1
 LINE_SIZE_BYTES_MAX = 1024 * 1024
@@ -128,29 +128,29 @@ def _whole_line(file: BinaryIO) -> bytes:
 
 
 class Journal:
-    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each.
+    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each."""
 
-    ``room_wait_s``: on a full disk an append waits so long for room. What it announces waits with it; a process that
-    ended instead would take along what it knows.
-    """
-
-    room_wait_s = 0.0
-
-    def __init__(self, path: Path, who: str, fd: int) -> None:
+    def __init__(self, path: Path, who: str, fd: int, room_wait_s: float) -> None:
         self.path = path
         self.who = who
+        self.room_wait_s = room_wait_s
         self._fd = fd
         self._end = -1  # offset up to which ``_seq`` is known
         self._seq = 0
 
     @classmethod
-    def open(cls, path: Path, who: str) -> Self:
+    def open(cls, path: Path, who: str, *, room_wait_s: float = 0.0) -> Self:
         """Open or make the log (0600).
+
+        Args:
+            room_wait_s: on a full disk an append waits so long for room. What it announces waits with it; a process
+                that ended instead would take along what it knows.
 
         Raises:
             OSError: it cannot be written.
         """
-        return cls(path, who, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return cls(path, who, fd, room_wait_s)
 
     def close(self) -> None:
         """Close the file."""
@@ -168,7 +168,7 @@ class Journal:
             try:
                 return self._append(kind, data, durable)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= until_s:
+                if error.errno not in NO_ROOM or time.monotonic() >= until_s:
                     raise
             time.sleep(ROOM_LOOK_S)
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.processes
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process that does nothing."""
     with subprocess.Popen(["sleep", "600"]) as process:
+        while not command(process.pid)[0]:  # it runs the program, whose words the kernel has not written yet
+            time.sleep(0.001)
         yield process
         process.kill()
 
@@ -52,8 +54,12 @@ def test_numbers_that_are_no_process() -> None:
 
 
 SHARING = """
-import multiprocessing, time
+import multiprocessing, pathlib, time
+from multiprocessing.resource_tracker import _resource_tracker, ensure_running
 from multiprocessing.shared_memory import SharedMemory
+ensure_running()
+while not pathlib.Path(f"/proc/{_resource_tracker._pid}/cmdline").read_bytes():
+    time.sleep(0.001)
 memory = SharedMemory(create=True, size=64)
 gate = multiprocessing.get_context("spawn").Semaphore()
 print(memory.name, "sem." + gate._semlock.name.lstrip("/"), flush=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -13,23 +10,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from holdfast.adapters.torch.rendezvous import agree_on_start
+from tests.session.launch import run_torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 JOB = str(Path(__file__).with_name("attempts_job.py"))
 
 
 def test_a_later_attempt_meets_none_of_the_dead(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", JOB],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    done = run_torchrun(tmp_path, 2, "--max-restarts", "2", JOB)
     assert done.returncode == 0, done.stdout
     assert all(f"rank {rank} of attempt 2: 4" in done.stdout for rank in (0, 1)), done.stdout
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.exits import Exit
-from tests.session.launch import run_job
+from tests.session.launch import run_job, run_torchrun
 from tests.session.wrapped_job import STEPS
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -56,15 +53,6 @@ def test_a_hook_with_a_state_is_refused_by_name(tmp_path: Path, when: list[str])
 
 def test_under_torchrun_nobody_is_replaced_alone(tmp_path: Path) -> None:
     """A fault ends all ranks there, and all hooks begin anew together."""
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", JOB, "--what", "powerSGD_hook"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    done = run_torchrun(tmp_path, 2, JOB, "--what", "powerSGD_hook")
     assert done.returncode == 0, done.stdout
     assert len(list(tmp_path.glob("digest-*"))) == 2

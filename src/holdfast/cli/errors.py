@@ -23,13 +23,21 @@ from pathlib import Path
 
 import click
 
-from holdfast.errors import AuthError, HoldfastError, InternalError, StoreError, UsageError, UserError
+from holdfast.errors import (
+    NO_ROOM,
+    AuthError,
+    HoldfastError,
+    InternalError,
+    StoreError,
+    UsageError,
+    UserError,
+)
 from holdfast.exits import Exit
 
 _LOG = "log: "
 _OF_THE_MACHINE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "ask as the user whose file it is, or let this one read it"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room: df -h"),
+    **dict.fromkeys(NO_ROOM, "make room: df -h"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "ulimit -n 4096"),
     **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "see what is used up: ulimit -a, free -m"),
     **dict.fromkeys(

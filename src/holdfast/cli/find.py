@@ -76,11 +76,6 @@ def _named(asked: str, base: Path) -> Path:
     if len(starting) == 1:
         return base / starting[0]
     close = closest(asked, names)
-    hint = (
-        f"did you mean {close}?"
-        if close
-        else f"the newest is {names[0]}"
-        if names
-        else "holdfast run train.py"
-    )
+    newest = f"the newest is {names[0]}" if names else "holdfast run train.py"
+    hint = f"did you mean {close}?" if close else newest
     raise UsageError(f"there is no run {asked} (looked in {base.absolute()} and for a directory)", hint=hint)

@@ -72,10 +72,8 @@ def launch(request: Request) -> int:
     run_dir.create(request.token)
     run_dir.hold_launch()  # before it is known as a run: another start of it looks
     if earlier is not None:
-        goes_on = bring_checkpoints(run_dir, earlier)
-        note = f"the earlier start of this run is in {earlier}" + (
-            ", its checkpoints stay" if goes_on else ""
-        )
+        stay = ", its checkpoints stay" if bring_checkpoints(run_dir, earlier) else ""
+        note = f"the earlier start of this run is in {earlier}{stay}"
         request = replace(request, notes=(*request.notes, note))
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):

@@ -7,14 +7,13 @@ code of ours. So the error is met below them: the process writes through a raw s
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
 from typing import Any, TextIO
 
 from holdfast.cli.errors import show
-from holdfast.errors import UserError
+from holdfast.errors import NO_ROOM, UserError
 from holdfast.exits import Exit
 
 
@@ -51,7 +50,7 @@ class _Raw(io.FileIO):
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:
-            if self.drops_for_room and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if self.drops_for_room and error.errno in NO_ROOM:
                 return len(data)
             self._lost = True
             if self._silent:

@@ -54,11 +54,7 @@ def _named(found: list[Report], fault: str, run: Path) -> Report:
     for each in found:
         if each.name.removeprefix("F").lstrip("0") == number:
             return each
-    known = (
-        f"it had {found[0].name} to {found[-1].name}"
-        if found[1:]
-        else "it had one"
-        if found
-        else "it had none"
+    known = f"{found[0].name} to {found[-1].name}" if found[1:] else "one" if found else "none"
+    raise UsageError(
+        f"run {run.name} has no fault {fault}: it had {known}", hint=f"holdfast report {name_of(run)}"
     )
-    raise UsageError(f"run {run.name} has no fault {fault}: {known}", hint=f"holdfast report {name_of(run)}")

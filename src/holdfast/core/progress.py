@@ -208,23 +208,24 @@ class Progress:
 
     def _is_stalled(self) -> bool:
         holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
-        bounds = {id(w): self.bound_s(w.last) for w in holding}
-        frozen = [w for w in holding if w.last.stopped and w.idle_s >= bounds[id(w)]]
+        bounds_s = [self.bound_s(w.last) for w in holding]
+        frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
-        most_s = max(10 * self.limits.floor_s, *(bounds[id(w)] for w in frozen)) if frozen else inf
-        return bool(holding) and all(w.idle_s >= min(bounds[id(w)], most_s) for w in holding)
+        most_s = max(10 * self.limits.floor_s, *frozen_s) if frozen_s else inf
+        return bool(holding) and all(
+            w.idle_s >= min(s, most_s) for w, s in zip(holding, bounds_s, strict=True)
+        )
 
     def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
-        last, watch.last, limits = watch.last, reading, self.limits
+        last, watch.last = watch.last, reading
         watch.idle_s += passed_s
         if reading.mark == last.mark:
             return
         if last.phase is not Phase.SECTION or reading.phase is Phase.SECTION or reading.section:
             self._learn(_kind(last), watch.idle_s)  # else it was cut off, and may take longer
         if reading.section and reading.phase is not Phase.SECTION:
-            self._learn(
-                f"section {reading.section}", limits.look_s
-            )  # it may have been over before anybody looked
+            # It may have been over before anybody looked.
+            self._learn(f"section {reading.section}", self.limits.look_s)
         if last.phase is Phase.STARTING and last.collectives:
             self._apart.append(watch.idle_s)
         watch.idle_s = 0.0

@@ -77,9 +77,7 @@ class Recovery:
         self._in_place = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self._all_opened = False
-        self.is_vouched = (
-            False  # all sources of the decision told what they hold, and it is equal, or need not
-        )
+        self.is_vouched = False  # the decision's sources told what they hold, and it is equal, or need not
         self.unvouched: set[int] = set()  # sources whose word is awaited
         self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None

@@ -39,16 +39,12 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     unsound: bool = False  # a collective of this rank broke: its gradients are worth nothing
     exit: bool = False  # asked to leave after this step
-    save: bool = (
-        False  # asks for a checkpoint after this step; between two steps: could not do its part of one
-    )
+    save: bool = False  # asks for a checkpoint after this step; between two: could not do its part of one
     due: bool = False  # its policy says that a periodic one is due after this step
     busy: bool = False  # its save before is still being written: another one now would hold up the step
     nonfinite: bool = False  # its gradients hold inf or nan
     keep: bool = False  # it can afford to keep its state in memory after this step
-    moved: bool = (
-        False  # the layout that it told last under a vote's name is not its own, or not all were told
-    )
+    moved: bool = False  # what it told under a vote's name is not its layout, or not all were told
     plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # of its copies times its factors, any integer
     between: bool = False  # no vote of a step, but one between the last and ``step``

@@ -54,9 +54,8 @@ class Losses:
         if all(new is old for new, old in zip(self._losses, self._added, strict=True)):
             return
         total = trainer._tr_loss.copy_(self._before)
-        steps = (
-            trainer.state.global_step - trainer._globalstep_last_logged
-        )  # as the Trainer counts: with this one
+        # As the Trainer counts: with this one.
+        steps = trainer.state.global_step - trainer._globalstep_last_logged
         for loss in self._losses:
             usable = not trainer.args.logging_nan_inf_filter or loss.isfinite()
             total += loss if usable else total / steps
@@ -73,8 +72,7 @@ class Losses:
         """From where the job is."""
         trainer = self._trainer
         vars(trainer).update(reported)
-        if (
-            trainer._globalstep_last_logged < trainer.state.global_step
-        ):  # else this rank's sums were logged, too
+        # Else this rank's sums were logged, too.
+        if trainer._globalstep_last_logged < trainer.state.global_step:
             trainer._tr_loss.fill_(own.get("loss", 0.0))
             trainer.current_flos = own.get("flos", 0)

@@ -159,9 +159,8 @@ class AgentDaemon:
             OSError: the directory cannot be written.
         """
         settings = with_interface(RunSettings.load(run.path))
-        logs = [Journal.open(run.journal, who) for who in (f"agent {settings.node}", "controller")]
-        for log in logs:
-            log.room_wait_s = ROOM_WAIT_S
+        writers = (f"agent {settings.node}", "controller")
+        logs = [Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S) for who in writers]
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.runtime.procs import processes
-from holdfast.runtime.rundir import RunDir, try_lock
+from holdfast.runtime.rundir import RunDir, is_free
 from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
 
 POLL_S = 0.1
@@ -59,8 +59,8 @@ def bring_checkpoints(run: RunDir, aside: Path) -> bool:
 def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None:
     until_s = time.monotonic() + bound_s
     told, name = False, shlex.quote(str(run.path))
-    while not _free(run.launcher_lock) or not _free(run.agent_lock) or any(processes(run)):
-        if not _free(run.launcher_lock) or time.monotonic() > until_s:
+    while not is_free(run.launcher_lock) or not is_free(run.agent_lock) or any(processes(run)):
+        if not is_free(run.launcher_lock) or time.monotonic() > until_s:
             raise UsageError(
                 f"run {run.path.name} goes on: it has processes, and {run.path} is theirs",
                 hint=f"holdfast status {name}; to let it save and leave: holdfast exit {name}",
@@ -69,15 +69,6 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
             told = True
             waiting()
         time.sleep(POLL_S)
-
-
-def _free(lock: Path) -> bool:
-    if not lock.exists():
-        return True
-    fd = try_lock(lock)
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -197,8 +197,7 @@ class ControllerDaemon:
 
     def _open_log(self) -> Journal:
         kind = MirroredLog if self._settings.several else Journal
-        log = kind.open(self._run.journal, "controller")
-        log.room_wait_s = event_log.ROOM_WAIT_S
+        log = kind.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
         if isinstance(log, MirroredLog):
             log.number(self._term, self._show)
         return log

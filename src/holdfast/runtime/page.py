@@ -43,7 +43,6 @@ _SECTION_AT = 8 * int(Word.SECTION)
 _HEADER_WORDS = 4  # sequence, step, length, digest
 _HEADER_BYTES = 8 * _HEADER_WORDS
 LOCAL_SIZE_BYTES_MAX = LOCAL_SLOT_BYTES - _HEADER_BYTES
-_READ_TRIES = 8
 
 
 class Page:
@@ -200,22 +199,8 @@ class Page:
         header[0], header[1], header[2] = self._sequence, step, len(payload)
         header[3] = _digest(self._sequence, step, payload)
 
-    def read_local(self) -> tuple[int, bytes]:
-        """Step and payload of the newest complete :meth:`write_local`; ``(0, b"")`` when there is none."""
-        for _ in range(_READ_TRIES):
-            for sequence, step, length, digest in sorted(self._headers(), reverse=True):
-                if not sequence or length > LOCAL_SIZE_BYTES_MAX:
-                    continue
-                slot = self._slot(sequence % LOCAL_SLOTS)
-                payload = bytes(slot[_HEADER_BYTES : _HEADER_BYTES + length])
-                if digest == _digest(sequence, step, payload):
-                    return step, payload
-            if not any(header[0] for header in self._headers()):
-                break
-        return 0, b""
-
     def read_locals(self) -> dict[int, bytes]:
-        """Payloads of all complete :meth:`write_local` by step, of a page that nobody writes to any more."""
+        """Payloads by step of all complete :meth:`write_local`; beside a writer none may be found."""
         found: dict[int, bytes] = {}
         for sequence, step, length, digest in sorted(self._headers()):
             if sequence and length <= LOCAL_SIZE_BYTES_MAX:

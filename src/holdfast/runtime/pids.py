@@ -100,17 +100,20 @@ def kill_group(pid: int) -> None:
     Python's resource tracker in it ends by itself when the others have, and removes the semaphores and the shared
     memory that they have left in /dev/shm.
     """
+    killed: set[int] = set()  # still members while the kernel takes their memory apart, but they start nothing any more
     with contextlib.suppress(ProcessLookupError):
         for _ in range(_ROUNDS_MAX):
             os.killpg(pid, 0)
-            members = [each for each in _group(pid) if alive(each)]
-            trackers = [each for each in members if any(_TRACKER in word for word in command(each))]
+            members = {each for each in _group(pid) if alive(each)}
+            trackers = {each for each in members if any(_TRACKER in word for word in command(each))}
             if not trackers:
                 break
-            for member in set(members) - set(trackers):
-                kill_if(member, lambda each: _leader(each) == pid)
-            if len(trackers) == len(members):
+            others = members - trackers - killed
+            if not others:
                 return
+            for member in others:
+                kill_if(member, lambda each: _leader(each) == pid)
+            killed |= others
         os.killpg(pid, signal.SIGKILL)
 
 
@@ -120,9 +123,11 @@ def _group(leader: int) -> list[int]:
 
 
 def _leader(pid: int) -> int:
-    """Group of ``pid``; 0 when there is no such process."""
-    fields = _stat(pid)
-    return int(fields[2]) if fields else 0
+    """Group of ``pid``; 0 when there is no such process. One system call: all of /proc is asked, for each death."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def reap_others(child: int) -> None:

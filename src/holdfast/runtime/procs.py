@@ -456,9 +456,9 @@ class Processes:
             return
         life.died_ns = time.monotonic_ns()
         life.status = _status(code)
-        kill_group(life.pid)
         self._fading[life.pid] = life
-        self._gone(life)
+        self._gone(life)  # told first: the others wait for this word
+        kill_group(life.pid)
         asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
 
     def _faded(self, life: Life) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId
 from holdfast.runtime.evidence import stacks_path
 from holdfast.runtime.procs import processes
-from holdfast.runtime.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, try_lock
+from holdfast.runtime.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, is_free
 
 YOUNG_S = 60.0  # a directory that was just made may not be held yet
 
@@ -67,8 +67,4 @@ def _is_forgotten(directory: Path) -> bool:
         or not (directory / OWNER).is_file()
     ):
         return False
-    fd = try_lock(directory / OWNER)
-    if fd is None:
-        return False
-    os.close(fd)
-    return not any(processes(RunDir((directory / OWNER).read_text())))
+    return is_free(directory / OWNER) and not any(processes(RunDir((directory / OWNER).read_text())))

@@ -123,6 +123,16 @@ def try_lock(path: Path) -> int | None:
     return fd
 
 
+def is_free(lock: Path) -> bool:
+    """Nobody holds it, or it was never made."""
+    if not lock.exists():
+        return True
+    fd = try_lock(lock)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
 class RunDir:
     """Paths below the directory of one run. Nothing is touched before a method asks for it."""
 
@@ -184,12 +194,7 @@ class RunDir:
 
         False in library mode, where there never was one.
         """
-        if not self.launcher_lock.exists():
-            return False
-        fd = try_lock(self.launcher_lock)
-        if fd is not None:
-            os.close(fd)
-        return fd is not None
+        return self.launcher_lock.exists() and is_free(self.launcher_lock)
 
     def token(self) -> bytes:
         """The secret of the run.

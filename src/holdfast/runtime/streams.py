@@ -6,12 +6,11 @@ one that is killed would be lost. And a line of a log that cannot be written is 
 
 from __future__ import annotations
 
-import errno
 import io
 import sys
 from typing import Any, TextIO
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+from holdfast.errors import NO_ROOM
 
 
 class _Log(io.FileIO):
@@ -24,7 +23,7 @@ class _Log(io.FileIO):
             while left:
                 left = left[super().write(left) :]
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise
         return len(data)
 

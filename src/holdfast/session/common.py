@@ -2,10 +2,9 @@
 
 Theory. A checkpoint holds it once, and who takes a lost rank's place has that of another rank. What each rank keeps for
 itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
-without a word. So each rank says after
-its first step what it has, by digests, and the first rank compares after the next one: by then everybody has voted
-again, and so has spoken. Only ranks that hold the same tensors of the model are compared, as only these stand in for
-each other, and only what each of them holds whole.
+without a word. So each rank says after its first step what it has, by digests, and the first rank compares after the
+next one: by then everybody has voted again, and so has spoken. Only ranks that hold the same tensors of the model are
+compared, as only these stand in for each other, and only what each of them holds whole.
 """
 
 from __future__ import annotations

@@ -186,9 +186,8 @@ class Loops:
                 continue  # what stands before the block belongs to the generation, and the step, of the block
             step = make(self._rank.step)
             self.fill(step)
-            self._adapter.between(
-                step.number, step.part, again=step.again
-            )  # also when it is tried again, by whomever
+            # Also when it is tried again, by whomever.
+            self._adapter.between(step.number, step.part, again=step.again)
             yield step
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:

@@ -448,7 +448,6 @@ class Saver:
             alone = Layouts((), {})
             written = self._gasp(self.root, save_id, (self._adapter.rank,), alone, {}, frozen)
         except (StateError, StoreWriteError) as error:
-            log.error("holdfast: step %d was not saved: %s", save_id.step, error)
-            self._abandon(save_id)
+            self._done(save_id, error)
         else:
             self._done(save_id, written)

@@ -20,9 +20,8 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
         return
     batch = None if feed is None else feed.draw()
     again = settled = False
-    while (
-        not settled
-    ):  # once more when all is built: memory that was used once comes from elsewhere than later
+    while not settled:
+        # Once more when all is built: memory that was used once comes from elsewhere than later.
         settled = again and not adapter.rehearse()
         step = Step(blocks, 0, rehearsal=True, scrap=True)
         step.batch, step.again = batch, True  # what comes before the block is the job's, and was done there

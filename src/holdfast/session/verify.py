@@ -113,15 +113,8 @@ class Verifier:
         if not tally.passed:
             raise StateError(f"step {here[1]}: the ranks are not at one: {tally.reason}")
         if tally.save or tally.moved:
-            raise StateError(
-                f"step {here[1]}: "
-                + (
-                    "a rank cannot say what it holds"
-                    if tally.save
-                    else "the layouts of all ranks did not come"
-                ),
-                hint="the log of another rank may say why",
-            )
+            why = "a rank cannot say what it holds" if tally.save else "the layouts of all ranks did not come"
+            raise StateError(f"step {here[1]}: {why}", hint="the log of another rank may say why")
         if compares and not tally.compared:
             log.warning("holdfast: step %d: the copies of the state could not be compared", here[1])
         self._agreed = here if compares else self._agreed

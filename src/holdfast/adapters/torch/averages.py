@@ -51,10 +51,13 @@ class Averages:
         """A block begins."""
         self._kept, self._marks = [], []
         trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
+        others = list(self._untrained(trained))
+        if not others:
+            return
         allowed = Counter(
             {form: ALLOWED * n for form, n in Counter(_form(p) for p in self._trained(trained)).items()}
         )
-        for name, tensor in self._untrained(trained):
+        for name, tensor in others:
             key, form = id(tensor), _form(tensor)
             fits = allowed[form] > 0 or tensor.numel() <= SMALL_NUMEL
             if key in self._moves or (fits and self._stood[key] < STILL_BLOCKS):

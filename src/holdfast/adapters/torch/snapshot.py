@@ -39,10 +39,8 @@ class Snapshot:
         self._extras: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
         self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
-        self._before: tuple[int, dict[str, Any]] = (
-            -1,
-            {},
-        )  # step, the user's state when the script was given it
+        # A step, and the user's state when the script was given it.
+        self._before: tuple[int, dict[str, Any]] = (-1, {})
         self.undo = Undo()
         self.averages = Averages(state, self.undo)
 
@@ -79,9 +77,9 @@ class Snapshot:
         """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
         found: dict[str, Any] = {}
         for name, item in self._state.objects().items():
-            if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__") or id(item) in self._uncopied:
+            if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__"):
                 continue
-            if getattr(item, "shows_committed_steps", False):
+            if id(item) in self._uncopied or getattr(item, "shows_committed_steps", False):
                 continue
             value = item.state_dict()
             if _numel(value) > SMALL_NUMEL:
@@ -157,13 +155,8 @@ class Snapshot:
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)
-        return Copies(
-            buffers,
-            self._groups,
-            plain,
-            {**self._extras, **self._objects, **self.averages.modules()},
-            self.undo,
-        )
+        extras = {**self._extras, **self._objects, **self.averages.modules()}
+        return Copies(buffers, self._groups, plain, extras, self.undo)
 
 
 def _numel(value: Any) -> int:
