@@ -100,7 +100,7 @@ def kill_group(pid: int) -> None:
     Python's resource tracker in it ends by itself when the others have, and removes the semaphores and the shared
     memory that they have left in /dev/shm.
     """
-    killed: set[int] = set()  # members while the kernel takes their memory apart, but they start nothing any more
+    killed: set[int] = set()  # members until the kernel has taken their memory apart, but they start nothing
     with contextlib.suppress(ProcessLookupError):
         for _ in range(_ROUNDS_MAX):
             os.killpg(pid, 0)
