@@ -46,6 +46,7 @@ KINDS = (
 )
 LAYOUTS = ("ddp", "hsdp", "fsdp")
 PAIRED = 0.35
+SAID_EVERY_S = 30.0
 
 
 @dataclass
@@ -56,6 +57,13 @@ class Tally:
     faults: int = 0
     runs: int = 0
     failures: list[str] = field(default_factory=list)
+    said_s: float = field(default_factory=time.monotonic)
+
+    def say(self, place: Path, step: int) -> None:
+        """How far it is, every 30 s: a training may take its ten minutes."""
+        if time.monotonic() - self.said_s > SAID_EVERY_S:
+            self.said_s = time.monotonic()
+            print(f"  {self.faults} faults so far, {place.parent.name}/{place.name} at step {step}", flush=True)
 
     def rows(self) -> list[str]:
         """The table of recovery times."""
@@ -128,6 +136,7 @@ class Chaos:
                     return False
                 self._again()
             self._run.poll()
+            self._tally.say(self._run.directory, self._run.committed_step())
             if self._run.ended and self._launcher.poll() is None:
                 self._launcher.wait(RECOVERED_S_MAX)
                 continue
