@@ -63,7 +63,9 @@ class Tally:
         """How far it is, every 30 s: a training may take its ten minutes."""
         if time.monotonic() - self.said_s > SAID_EVERY_S:
             self.said_s = time.monotonic()
-            print(f"  {self.faults} faults so far, {place.parent.name}/{place.name} at step {step}", flush=True)
+            print(
+                f"  {self.faults} faults so far, {place.parent.name}/{place.name} at step {step}", flush=True
+            )
 
     def rows(self) -> list[str]:
         """The table of recovery times."""
