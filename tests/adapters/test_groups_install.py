@@ -116,6 +116,24 @@ print(groups.installed())
     assert done.stdout == "True\n"
 
 
+def test_torchs_watch_over_nccl_does_not_end_who_lost_a_peer() -> None:
+    code = (
+        "import os\n"
+        "from holdfast.adapters.torch import groups\n"
+        "groups.install()\n"
+        "names = ('ASYNC_ERROR_HANDLING', 'ENABLE_MONITORING', 'RETHROW_CUDA_ERRORS')\n"
+        "print(*(os.environ['TORCH_NCCL_' + name] for name in names))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_NCCL_")}
+    for asked, found in (({}, "0 0 0\n"), ({"TORCH_NCCL_ENABLE_MONITORING": "1"}, "0 1 0\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**env, **asked}, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == found
+
+
 def test_another_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def helper(size: int, backend: str) -> None:
         """A torch that makes groups in another way."""

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.inner import GLOO, NCCL, GroupSpec
+from holdfast.adapters.torch.nccl import outlive_peers
 from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous
 from holdfast.adapters.torch.standin import install as install_stand_in
 from holdfast.core.ids import NO_GENERATION
@@ -89,6 +90,7 @@ def install() -> None:
             hint="use torch 2.13, or run without live recovery: do not call holdfast.adapters.torch.groups.install()",
         )
     atexit.register(fabric().leave)
+    outlive_peers()
     install_rendezvous()
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     setattr(c10d, _HELPER, _wrap_helper(helper))
