@@ -4,7 +4,8 @@ Theory. A checkpoint holds it once, and who takes a lost rank's place has that o
 itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
 without a word. So each rank says after its first step what it has, by digests, and the first rank compares after the
 next one: by then everybody has voted again, and so has spoken. Only ranks that hold the same tensors of the model are
-compared, as only these stand in for each other, and only what each of them holds whole.
+compared, as only these stand in for each other, and only what each of them holds whole. The first rank reads all of it
+at once, so a rank whose names would take too much says one digest of all buffers, and one of all items, instead.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 
 import xxhash
 
 from holdfast.adapters.base import Adapter, Collected, ComparesCopies
+from holdfast.core.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.runtime.client import Client
 from holdfast.store.layout import Box
 from holdfast.store.values import encode_values
@@ -23,6 +26,10 @@ from holdfast.store.values import encode_values
 log = logging.getLogger("holdfast")
 
 PREFIX = "state."
+SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
+"""Of all ranks together: they come in one message."""
+Said = tuple[str, dict[str, str], dict[str, str]]
+"""Which part of the model, a digest by item of the user's state, a digest by buffer."""
 
 
 class Common:
@@ -41,8 +48,8 @@ class Common:
         if not self._key:
             collected = adapter.collect()
             self._key = f"holdfast/state/{client.generation}"
-            words = json.dumps(digests(adapter, collected))
-            client.kv("append", (self._key,), f"{words}\n".encode())
+            words = spoken(digests(adapter, collected), SAID_SIZE_BYTES_MAX // adapter.world_size)
+            client.kv("append", (self._key,), words)
             return
         self._client = None
         if adapter.rank == 0:
@@ -64,7 +71,21 @@ class Common:
                 )
 
 
-def digests(adapter: Adapter, collected: Collected) -> tuple[str, dict[str, str], dict[str, str]]:
+def spoken(said: Said, size_bytes_max: int) -> bytes:
+    """A line of what this rank says, without the names where they would take more than ``size_bytes_max``."""
+    line = f"{json.dumps(said)}\n".encode()
+    if len(line) <= size_bytes_max:
+        return line
+    part, items, buffers = said
+    return f"{json.dumps((part, _together(items), _together(buffers)))}\n".encode()
+
+
+def _together(found: Mapping[str, str]) -> dict[str, str]:
+    total = xxhash.xxh3_64(json.dumps(found, sort_keys=True).encode())
+    return {f"one of {len(found)}": total.hexdigest()} if found else {}
+
+
+def digests(adapter: Adapter, collected: Collected) -> Said:
     """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
     state = collected.values.get("state", {})
     totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in state.items()}
