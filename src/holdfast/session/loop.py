@@ -4,6 +4,9 @@ Theory. A script may have several loops one after the other; the place of the jo
 position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, the
 saved one seeks. When the job goes back in place, the loop that is open does the same without starting anew.
 
+Where a loop ends may be counted from where the process stands (``until=s.step + N``): the place says where the loop
+began and ends, and who comes later into it takes the job's end.
+
 Invariants:
 1. A step that is tried again gets the batch that it had.
 2. A loop is left only when no recovery is under way, or when it could not go back anyway.
@@ -23,6 +26,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
 from holdfast.errors import StepError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.bound import Before, Bound, bound_of, compare_bounds
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.rank import Rank
 from holdfast.session.step import Step
@@ -52,9 +56,11 @@ class Loops:
         self._parts = self._parts_then = parts
         self._returns = returns
         self._count = 0
+        self._before = Before.ANOTHER_JOB
         self._feed: Feed | None = None
         self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
+        self._bound: Bound = (0, None)  # of the open loop
         self._epochs: int | None = None
         self._began: tuple[Any, dict[str, Plain]] = (
             None,
@@ -67,8 +73,21 @@ class Loops:
         self._told = b""  # on the page last
         self._local_too_large = False
 
-    def stand_at(self, session: Mapping[str, Any], local: Mapping[str, Any], *, begun: bool = False) -> None:
-        """The place that was loaded, with the session's plain values; ``begun``: the block of its step was begun."""
+    def stand_at(
+        self,
+        session: Mapping[str, Any],
+        local: Mapping[str, Any],
+        *,
+        begun: bool = False,
+        before: Before = Before.SURVIVORS,
+    ) -> None:
+        """The place that was loaded, with the session's plain values.
+
+        Args:
+            begun: the block of its step was begun.
+            before: who was there.
+        """
+        self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
         self._parts_then = int(session.get("parts", 1))
         at = self.place.get("at")
@@ -85,7 +104,7 @@ class Loops:
         loop = self.place["loop"]
         self.stand_at(session, local)
         if self.place["loop"] != loop:  # the state is of the moment at which this loop began
-            self.place = {"loop": loop, "at": self._began[0], "data": self._data}
+            self.place = {"loop": loop, "at": self._began[0], "data": self._data, "bound": self._bound}
             self.local = dict(self._began[1])
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
@@ -94,19 +113,25 @@ class Loops:
     # ------------------------------------------------------------------ the generator
 
     def run(
-        self, loader: Any, epochs: int | None, over: Callable[[], bool], make: Callable[[int], Step]
+        self,
+        loader: Any,
+        epochs: int | None,
+        until: int | None,
+        left: Callable[[], bool],
+        make: Callable[[int], Step],
     ) -> Iterator[Step]:
-        """The next loop: ``over`` says when it ends, ``make`` makes a step of this number."""
+        """The next loop: ``left`` says that it ends before ``until``, ``make`` makes a step of this number."""
         loop = self._count
         self._count += 1
-        return self._run(loop, loader, epochs, over, make)
+        return self._run(loop, loader, epochs, until, left, make)
 
     def _run(
         self,
         loop: int,
         loader: Any,
         epochs: int | None,
-        over: Callable[[], bool],
+        until: int | None,
+        left: Callable[[], bool],
         make: Callable[[int], Step],
     ) -> Iterator[Step]:
         saved_loop = self.place["loop"]
@@ -115,6 +140,7 @@ class Loops:
                 self.begun.close()
                 self.begun = None
             return  # the checkpoint was written in a later loop of the script
+        self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
             feed = self._adapter.feed(loader)
@@ -124,18 +150,28 @@ class Loops:
             self._seek(feed)
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
-        self.place["data"] = self._data
+        self.place["data"], self.place["bound"] = self._data, self._bound
         self._drawn, self._epochs = -1, epochs
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
+        end = self._bound[1]
         try:
-            yield from self._each(over, make)
+            yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make)
         finally:
             self._rank.rewind = -1
             self._feed = None
             if feed is not None:
                 feed.close()
+
+    def _end_of(self, loop: int, until: int | None) -> Bound:
+        """Where this loop began and ends. Raises: UsageError when it ends elsewhere on another rank."""
+        place, here = self.place, self._rank.step
+        bound = (here, until)
+        if place["loop"] == loop and "bound" in place:
+            bound = bound_of(loop, here, until, place["bound"], self._before)
+        compare_bounds(self._rank.client, self._adapter.rank, self._adapter.world_size, loop, bound[1])
+        return bound
 
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
         """What the data of this loop is, as far as known. Raises: UsageError when another rank has other data."""

@@ -32,6 +32,7 @@ from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
+from holdfast.session.bound import before_of
 from holdfast.session.common import Common
 from holdfast.session.handover import take
 from holdfast.session.loop import Loops
@@ -80,9 +81,7 @@ class Session:
         self._attached = False
         self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
-        self._collecting: int | None = (
-            None  # the state of this step is read while the machine is at another one
-        )
+        self._collecting: int | None = None  # the state of this step is read, the machine is at another
 
     # ------------------------------------------------------------------ open
 
@@ -248,7 +247,8 @@ class Session:
         self._resumed = found
         self._lineage = Lineage.of_run(self._lineage.run, found.session, found.path.name)
         self._step = found.step
-        self._loops.stand_at(found.session, found.local, begun=found.begun)
+        before = before_of(found.path.name, self._lineage.run, joining=self._rank.joining)
+        self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
         self._sections.stand_at(found.session)
 
     def _open(self) -> None:
@@ -415,7 +415,8 @@ class Session:
         loop = self._loops.run(
             loader,
             epochs if until is not None or epochs is not None else 1,
-            lambda: self._exit_agreed or (until is not None and self.step >= until),
+            until,
+            lambda: self._exit_agreed,
             lambda number: Step(self._blocks, number),
         )
         return loop if self._spare is None else self._after_rehearsal(loader, loop)

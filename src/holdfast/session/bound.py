@@ -1,0 +1,93 @@
+"""Where a loop over steps ends: at the same step on all ranks, whoever has come into it later.
+
+Theory. ``until`` may be counted from where the process stands (``until=s.step + 1000``, one loop per phase). A process
+that comes into an open loop stands further on than those that opened it, so its number is another one, and alone it
+would leave the loop later. So a loop's bound, the step at which it began and the one at which it ends, is part of
+the place of the job: a process of the same run takes the end from there when its own number is the same distance away.
+Any other number means that the script counts its loops in another way, and this loop is not the one that is open.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.runtime.client import Client
+from holdfast.store.manifest import attempt_key
+from holdfast.store.values import decode_values, encode_values
+
+log = logging.getLogger("holdfast")
+
+Bound = tuple[int, int | None]
+"""Steps at which a loop began, and at which it ends; None: with its data."""
+
+ADVICE = "give until= a number that does not depend on s.step: s.steps(loader, until=(phase + 1) * 1000)"
+
+
+class Before(Enum):
+    """Who was in the loop before this process."""
+
+    SURVIVORS = "survivors"  # they are in it now
+    THIS_RUN = "this run"  # all of its processes have started again
+    ANOTHER_JOB = "another job"  # its checkpoint is gone on from: another end may be meant
+
+
+def before_of(name: str, run: str, *, joining: bool) -> Before:
+    """Who was in the loop before a process of ``run`` that goes on from what is called ``name``."""
+    if joining:
+        return Before.SURVIVORS
+    key = attempt_key(name)
+    return Before.THIS_RUN if key is None or key[4] == run else Before.ANOTHER_JOB
+
+
+def bound_of(loop: int, here: int, until: int | None, saved: Bound, before: Before) -> Bound:
+    """The bound of a loop that was open when its place was taken.
+
+    Args:
+        loop: its number in the script.
+        here: step at which this process comes into it.
+        until: as the script says here.
+        saved: the bound in the place.
+
+    Raises:
+        UsageError: survivors are in it, and end it elsewhere.
+    """
+    began, end = saved
+    if until == end:
+        return saved
+    counted = until is not None and end is not None and until - here == end - began
+    if counted and before is not Before.ANOTHER_JOB:
+        log.info("holdfast: the loop over steps ends at %s, as it did when it began at step %d", end, began)
+        return saved
+    ends = f"loop {loop} of the script ended at step {end} before, and would end at step {until} here"
+    if before is Before.SURVIVORS:
+        raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
+    if counted and end is not None and here < end:
+        log.warning("holdfast: %s; if that is not meant, %s", ends, ADVICE)
+    elif before is Before.THIS_RUN:
+        log.warning("holdfast: %s; %s", ends, ADVICE)
+    return began, until
+
+
+def compare_bounds(client: Client | None, rank: int, world_size: int, loop: int, end: int | None) -> None:
+    """Compare with what the first rank that opened this loop has.
+
+    Raises:
+        UsageError: its loop ends at another step.
+    """
+    if client is None or world_size == 1:
+        return
+    reply = client.kv("compare_set", (f"holdfast/until/{loop}",), value=encode_values([rank, end], "bound"))
+    if reply.error:
+        log.warning("holdfast: the ends of the ranks' loops were not compared: %s", reply.error)
+        return
+    words = decode_values(reply.value, "bound of another rank")
+    if not isinstance(words, list) or len(words) != 2:
+        raise ProtocolError("another rank said nonsense of its loop")
+    other, theirs = words
+    if theirs != end:
+        raise UsageError(
+            f"loop {loop} of the script ends at step {end} on rank {rank}, and at step {theirs} on rank {other}",
+            hint="give every rank the same until=, not one that its own data or clock says",
+        )

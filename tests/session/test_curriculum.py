@@ -1,0 +1,105 @@
+"""Several loops over steps: whoever comes into one later leaves it where the others do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.exits import Exit
+from holdfast.session.bound import Before, Bound, bound_of
+from tests.session.curriculum_job import PHASE_STEPS, PHASES
+from tests.session.launch import run_job
+
+JOB = str(Path(__file__).with_name("curriculum_job.py"))
+STEPS = PHASES * PHASE_STEPS
+
+
+def ends(where: Path) -> list[str]:
+    """Step and weights with which each rank ends."""
+    lines = [
+        line.removeprefix(f"rank {rank} ")
+        for rank in range(3)
+        for log in sorted(where.glob(f"runs/*/attempt-*/rank-{rank:05d}*.log"))
+        for line in log.read_text().splitlines()
+        if line.startswith(f"rank {rank} ends at")
+    ]
+    assert len(lines) == 3 and all(line.startswith(f"ends at {STEPS}:") for line in lines), lines
+    return lines
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The undisturbed run."""
+    where = tmp_path_factory.mktemp("calm")
+    done = run_job(where, 3, JOB, "counted")
+    assert done.returncode == 0, done.stdout
+    return ends(where)
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kill", "flags"),
+    [
+        ("1:6", ()),  # in the middle of a phase
+        ("0:4", ()),  # in its first step
+        ("2:7", ()),  # in its last one
+        ("1:9", ("--on-fault", "restart")),
+    ],
+)
+def test_an_end_counted_from_where_a_process_stands(
+    tmp_path: Path, calm: list[str], kill: str, flags: tuple[str, ...]
+) -> None:
+    done = run_job(tmp_path, 3, *flags, JOB, "counted", kill)
+    assert done.returncode == 0 and (tmp_path / "struck").exists(), done.stdout
+    assert ends(tmp_path) == calm, done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_newcomer_that_leaves_phases_out_is_refused_by_name(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 3, JOB, "skipping", "1:6")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert f"ended at step {2 * PHASE_STEPS} before, and would end at step {STEPS} here" in done.stdout
+    assert "until= a number that does not depend on s.step" in done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_ranks_that_end_their_loops_elsewhere_are_refused(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 3, JOB, "own")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert "loop 0 of the script ends at step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("here", "until", "before", "bound"),
+    [
+        (23, 30, Before.SURVIVORS, (20, 30)),
+        (23, 33, Before.SURVIVORS, (20, 30)),
+        (23, 33, Before.THIS_RUN, (20, 30)),
+        (30, 40, Before.THIS_RUN, (20, 30)),
+        (30, 40, Before.ANOTHER_JOB, (20, 40)),  # so many more
+        (23, 100, Before.THIS_RUN, (20, 100)),
+        (23, None, Before.ANOTHER_JOB, (20, None)),
+    ],
+)
+def test_which_end_holds(here: int, until: int | None, before: Before, bound: Bound) -> None:
+    assert bound_of(1, here, until, (20, 30), before) == bound
+
+
+def test_an_end_that_is_another_after_a_start_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert bound_of(1, 23, 40, (20, 30), Before.ANOTHER_JOB) == (20, 40)  # more steps were asked for
+        assert not caplog.records
+        assert bound_of(1, 23, 33, (20, 30), Before.ANOTHER_JOB) == (20, 33)
+    assert "ended at step 30 before, and would end at step 33 here; if that is not meant" in caplog.text
+
+
+@pytest.mark.parametrize("until", [60, None, 31])
+def test_survivors_are_never_left_behind(until: int | None) -> None:
+    with pytest.raises(UsageError, match="the other ranks are still in it"):
+        bound_of(1, 23, until, (20, 30), Before.SURVIVORS)
