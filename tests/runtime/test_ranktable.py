@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.runtime.ranktable import FILE_SIZE_MAX_BYTES, check, device_addresses, make, read
+from holdfast.runtime.ranktable import (
+    FILE_SIZE_MAX_BYTES,
+    MISTAKES_MAX,
+    RANKS_MAX,
+    check,
+    device_addresses,
+    make,
+    read,
+)
 
 
 def eight() -> dict[str, Any]:
@@ -232,9 +241,49 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     path.touch()
     with open(path, "r+b") as file:
         file.truncate(FILE_SIZE_MAX_BYTES + 1)
-    assert "at most" in str(read(path).mistakes[0])
+    with pytest.raises(UsageError, match="at most"):
+        read(path)
     with pytest.raises(UsageError, match="cannot read the rank table"):
         read(tmp_path / "none")
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    """A device has no end and a pipe waits for its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UsageError, match="no regular file"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"server_list": [0] * RANKS_MAX},
+        {"server_list": [{}] * RANKS_MAX},
+        {"server_list": [{"server_id": "10.0.0.1", "device": [{}] * RANKS_MAX}]},
+        {"server_list": [], "super_pod_list": [0] * RANKS_MAX},
+        {"version": "2.0", "rank_list": [{"level_list": [0] * RANKS_MAX}]},
+    ],
+)
+def test_after_a_thousand_mistakes_no_more_are_looked_for(value: dict[str, Any]) -> None:
+    """Each mistake is kept to be told: eight million of them, in a file of 16 MB, took two gigabytes."""
+    found = check(json.dumps(value).encode())
+    assert found.table is None and len(found.mistakes) == MISTAKES_MAX + 1
+    assert "no further mistakes" in str(found.mistakes[-1])
+
+
+def test_a_list_longer_than_any_job_is_one_mistake() -> None:
+    data = json.dumps({"version": "1.0", "status": "completed", "server_list": [0] * (RANKS_MAX + 1)})
+    found = [str(mistake) for mistake in check(data.encode()).mistakes]
+    assert f"server_list: has {RANKS_MAX + 1} entries, at most {RANKS_MAX} are read" in found
+    assert len(found) == 2  # and server_count
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[31mred", "two\nlines"])
+def test_what_cannot_be_printed_is_no_name_of_a_host(name: str) -> None:
+    value = eight()
+    value["server_list"][0]["server_id"] = name
+    assert any("cannot be printed" in str(mistake) for mistake in check(json.dumps(value).encode()).mistakes)
 
 
 JSON = st.recursive(
@@ -273,6 +322,7 @@ def test_what_is_made_has_no_mistake(hosts: set[str], nproc: int, version: str) 
 def test_make_takes_device_addresses_and_refuses_nonsense() -> None:
     cards = device_addresses(
         "address_0=192.168.0.1\nnetmask_0=255.255.0.0\naddress_1= 192.168.0.2\naddress_x=1\n"
+        "address_\u00b2=192.168.0.3\n" + f"address_{'9' * 5000}=192.168.0.4\n"
     )
     assert cards == {0: "192.168.0.1", 1: "192.168.0.2"}
     table = check(make(["10.0.0.1"], 2, device_addresses={"10.0.0.1": cards})).table

@@ -15,7 +15,7 @@ import pytest
 from holdfast.exits import Exit
 from holdfast.runtime.procs import processes
 from holdfast.runtime.rundir import RunDir
-from holdfast.session.signals import ExitWatch
+from holdfast.session.signals import FILE_SIZE_BYTES_MAX, ExitWatch
 from holdfast.store.root import Root
 from tests.runtime.runs import until
 from tests.session.test_jobs import BIN
@@ -92,6 +92,39 @@ def test_an_exit_file_that_cannot_be_read_is_warned_of_once(
         here.watch.stop()
     assert here.asked == [f"file {path}"]
     assert len(caplog.records) == 1 and "cannot read the exit file" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"[" * 60_000, b"9" * 60_000, b"\xff", b'{"GracefulExit"'])
+def test_nonsense_in_the_exit_file_leaves_the_other_ways_to_ask(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    """JSON of many levels ended the thread that sees signals."""
+    path = tmp_path / "exit.json"
+    here = Watched(path)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    here.watch.start()
+    try:
+        path.write_bytes(content)
+        until("warned", lambda: "is not JSON" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until("asked by signal", lambda: here.asked == ["SIGTERM"])
+        path.write_text('{"GracefulExit": 1}')
+        until("asked by the file", lambda: here.asked == ["SIGTERM", f"file {path}"])
+    finally:
+        here.watch.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "large"])
+def test_an_exit_file_that_is_none_does_not_hold_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    path = tmp_path / "exit.json"
+    os.mkfifo(path) if kind == "pipe" else path.write_bytes(bytes(FILE_SIZE_BYTES_MAX + 1))
+    here = Watched(path)
+    here.watch.start()
+    here.watch.stop()
+    assert not here.asked and "cannot read the exit file" in caplog.text
 
 
 SCRIPT = """\

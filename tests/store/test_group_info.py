@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.group_info import GroupInfo, decode_group_info, encode_group_info, read_group_info
+from holdfast.store.group_info import (
+    FILE_SIZE_BYTES_MAX,
+    RANKS_TOLD_MAX,
+    GroupInfo,
+    decode_group_info,
+    encode_group_info,
+    read_group_info,
+)
 from holdfast.store.tools import holdings
 from tests.store.worlds import pipeline, save, save_id
 
@@ -57,6 +65,37 @@ def test_a_cut_file_never_gives_another_answer() -> None:
     for stop in range(len(data)):
         with pytest.raises(CheckpointInvalid):
             decode_group_info(data[:stop], "x")
+
+
+def test_a_rank_list_in_many_pieces_takes_no_longer_than_in_one() -> None:
+    """Each piece made a new tuple of all before it: a file of a megabyte took minutes."""
+    count = RANKS_TOLD_MAX
+    assert decode_group_info(b"\x12\x02\x08\x01" * count, "x").ranks == (1,) * count
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x12\x02\x08\x01" * (RANKS_TOLD_MAX + 1),
+        encode_group_info(GroupInfo({}, (1,) * (RANKS_TOLD_MAX + 1))),
+        encode_group_info(GroupInfo({str(k): (1,) * (1 << 18) for k in range(4)}, ())),
+        encode_group_info(GroupInfo({"0": (1,) * (RANKS_TOLD_MAX + 1)}, ())),
+    ],
+)
+def test_more_ranks_than_any_job_has_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointInvalid, match="more than 1048576 ranks"):
+        decode_group_info(data, "x")
+
+
+def test_only_a_file_of_a_sensible_size_is_read(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(REAL)
+    assert read_group_info(tmp_path / "link").ranks == (0, 4)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(FILE_SIZE_BYTES_MAX + 1)
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in {"large": "at most", "pipe": "no regular file", ".": "a directory"}.items():
+        with pytest.raises(UsageError, match=reason):
+            read_group_info(tmp_path / name)
 
 
 def test_the_command_gives_our_own_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,16 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
-from holdfast.runtime.ranktable import SERVER_VERSIONS, device_addresses, make, read, refusal
+from holdfast.runtime.ranktable import (
+    FILE_SIZE_MAX_BYTES,
+    SERVER_VERSIONS,
+    device_addresses,
+    make,
+    read,
+    refusal,
+)
 from holdfast.runtime.rundir import write_private
+from holdfast.store.given import read_given
 
 WIDTH = 24
 
@@ -75,6 +83,6 @@ def _addresses(text: str, names: list[str]) -> tuple[str, dict[int, str]]:
         raise UsageError(f"--hccn {text} is not HOST=FILE with one of --hosts",
                          hint=f"--hccn {names[0] if names else 'HOST'}=hccn.conf")  # fmt: skip
     try:
-        return host, device_addresses(Path(file).read_text(errors="replace"))
+        return host, device_addresses(read_given(Path(file), FILE_SIZE_MAX_BYTES).decode(errors="replace"))
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}", hint="copy it from the host") from error

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import UnsupportedError, UsageError
+from holdfast.store.given import read_given
 
 FILE_SIZE_MAX_BYTES = 16 << 20
 RANKS_MAX = 65536
 NAME_CHARACTERS_MAX = 64
+MISTAKES_MAX = 1000
 MISTAKES_TOLD_MAX = 50
 SERVER_VERSIONS = ("1.0", "1.2")
 RANK_VERSIONS = ("2.0",)
@@ -84,18 +86,10 @@ def read(path: Path) -> Check:
         UsageError: it cannot be read.
     """
     try:
-        size_bytes = path.stat().st_size
-        data = path.read_bytes() if size_bytes <= FILE_SIZE_MAX_BYTES else b""
+        return check(read_given(path, FILE_SIZE_MAX_BYTES))
     except OSError as error:
         raise UsageError(f"cannot read the rank table {path}: {error.strerror}",
                          hint="write one: holdfast ranktable make --help") from error  # fmt: skip
-    if size_bytes > FILE_SIZE_MAX_BYTES:
-        return Check(
-            None,
-            (Mistake("", f"the file has {size_bytes} bytes, at most {FILE_SIZE_MAX_BYTES} are read"),),
-            "",
-        )
-    return check(data)
 
 
 def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
@@ -109,8 +103,15 @@ def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
 
 
 def check(data: bytes) -> Check:
-    """Check the bytes of a table; never raises."""
+    """Check the bytes of a table; never raises. After ``MISTAKES_MAX`` mistakes it looks no further."""
     found = _Mistakes()
+    try:
+        return _check(data, found)
+    except _TooMany:
+        return Check(None, (*found, Mistake("", "and more: no further mistakes were looked for")), "")
+
+
+def _check(data: bytes, found: _Mistakes) -> Check:
     value = _decode(data, found)
     if value is None:
         return Check(None, tuple(found), "")
@@ -130,9 +131,15 @@ def check(data: bytes) -> Check:
 # ---------------------------------------------------------------- reading
 
 
+class _TooMany(Exception):
+    """No table: what is wrong in millions of places would take gigabytes to say."""
+
+
 class _Mistakes(list[Mistake]):
     def add(self, where: str, what: str) -> None:
         self.append(Mistake(where, what))
+        if len(self) == MISTAKES_MAX:
+            raise _TooMany
 
 
 def _decode(data: bytes, found: _Mistakes) -> dict[str, Any] | None:
@@ -194,6 +201,8 @@ def _server(item: Any, where: str, devices: list[tuple[str, Device]], found: _Mi
     name = _text(item, "server_id", where, found) or ""
     if "*" in name:
         found.add(f"{where}.server_id", f"{_shown(name)} is masked: write the address of the host")
+    elif not name.isprintable():  # it may drive a terminal, or is no text: a surrogate cannot be encoded
+        found.add(f"{where}.server_id", f"{_shown(name)} has characters that cannot be printed")
     elif len(name) > NAME_CHARACTERS_MAX:
         found.add(
             f"{where}.server_id", f"has {len(name)} characters, at most {NAME_CHARACTERS_MAX} are allowed"
@@ -365,6 +374,9 @@ def _at(where: str, key: str) -> str:
 
 def _list(item: Mapping[str, Any], key: str, where: str, found: _Mistakes) -> list[Any] | None:
     value = item.get(key)
+    if isinstance(value, list) and len(value) > RANKS_MAX:
+        found.add(_at(where, key), f"has {len(value)} entries, at most {RANKS_MAX} are read")
+        return None
     if isinstance(value, list) and value:
         return value
     wrong = "is missing" if key not in item else f"is {_kind(value)}, not a list"
@@ -489,6 +501,7 @@ def device_addresses(text: str) -> dict[int, str]:
     for line in text.splitlines():
         key, equals, value = line.strip().partition("=")
         number = key.strip().removeprefix("address_")
-        if equals and key.startswith("address_") and number.isdigit() and _is_address(value.strip()):
+        known = number.isascii() and number.isdigit() and len(number) < 16
+        if equals and key.startswith("address_") and known and _is_address(value.strip()):
             found[int(number)] = value.strip()
     return found

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.store.given import read_given
+
 log = logging.getLogger("holdfast")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -136,7 +138,7 @@ class ExitWatch:
             return
         try:
             asked = json.loads(version[2])
-        except ValueError:
+        except (ValueError, RecursionError):
             log.warning('holdfast: the exit file %s is not JSON; expected {"GracefulExit": 1}', self._file)
             return
         if isinstance(asked, dict) and asked.get("GracefulExit") == 1:
@@ -148,8 +150,7 @@ class ExitWatch:
             return None
         try:
             info = self._file.stat()
-            with self._file.open("rb") as file:
-                return info.st_mtime_ns, info.st_size, file.read(FILE_SIZE_BYTES_MAX)
+            return info.st_mtime_ns, info.st_size, read_given(self._file, FILE_SIZE_BYTES_MAX)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

@@ -7,7 +7,8 @@ MindSpore does, unpacked. A protobuf library would be a dependency for one messa
 
 Invariants:
 1. ``decode_group_info(encode_group_info(x)) == x``.
-2. Damaged bytes raise :class:`CheckpointInvalid`; nothing larger than the file is ever made.
+2. Damaged bytes raise :class:`CheckpointInvalid`. At most ``RANKS_TOLD_MAX`` ranks are taken from a file: a varint of
+   one byte becomes an object of thirty.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.files import Directory
+from holdfast.store.given import read_given
 
-FILE_SIZE_BYTES_MAX = 64 * 1024 * 1024
+FILE_SIZE_BYTES_MAX = 8 * 1024 * 1024
 RANK_MAX = 2**31 - 1
+RANKS_TOLD_MAX = 2**20
+"""Over all groups: those of one rank in a job of 100 000 ranks are fewer."""
 _VARINT, _BYTES = 0, 2
 _FIXED_SIZE_BYTES = {1: 8, 5: 4}
 
@@ -37,15 +40,17 @@ def read_group_info(path: Path) -> GroupInfo:
     """The content of a file.
 
     Raises:
-        UsageError: no such file.
+        UsageError: it cannot be read.
         CheckpointInvalid: damaged.
     """
-    if not path.is_file():
+    try:
+        data = read_given(path, FILE_SIZE_BYTES_MAX)
+    except OSError as error:
         raise UsageError(
-            f"{path} does not exist", hint="name the file that GROUP_INFO_FILE told MindSpore to write"
-        )
-    with Directory.open(path.absolute().parent) as directory:
-        return decode_group_info(directory.read(path.name, FILE_SIZE_BYTES_MAX), str(path))
+            f"cannot read the group info {path}: {error.strerror}",
+            hint="name the file that GROUP_INFO_FILE told MindSpore to write",
+        ) from error
+    return decode_group_info(data, str(path))
 
 
 def decode_group_info(data: bytes, where: str) -> GroupInfo:
@@ -55,7 +60,8 @@ def decode_group_info(data: bytes, where: str) -> GroupInfo:
         CheckpointInvalid: names ``where`` and the broken rule.
     """
     groups: dict[str, tuple[int, ...]] = {}
-    ranks: tuple[int, ...] | None = None
+    ranks: list[int] | None = None
+    told = 0
     try:
         for number, value in _fields(data):
             if number == 1:
@@ -63,13 +69,16 @@ def decode_group_info(data: bytes, where: str) -> GroupInfo:
                 if name in groups:
                     raise ValueError(f"two groups are called {name!r}")
                 groups[name] = members
+                told += 1 + len(members)
             elif number == 2:
-                ranks = (ranks or ()) + _ranks(_message(value))
+                ranks = [] if ranks is None else ranks
+                _add_ranks(_message(value), ranks)
+            _bounded(told)
     except ValueError as error:
         raise CheckpointInvalid(f"{where}: not a group_info file: {error}") from error
     if ranks is None:
         raise CheckpointInvalid(f"{where}: not a group_info file: it has no ckpt_restore_rank_list")
-    return GroupInfo(groups, ranks)
+    return GroupInfo(groups, tuple(ranks))
 
 
 def encode_group_info(info: GroupInfo) -> bytes:
@@ -83,30 +92,35 @@ def encode_group_info(info: GroupInfo) -> bytes:
 
 def _group(data: bytes) -> tuple[str, tuple[int, ...]]:
     name = ""
-    members: tuple[int, ...] = ()
+    members: list[int] = []
     for number, value in _fields(data):
         if number == 1:
             name = _message(value).decode()
         elif number == 2:
-            members += _ranks(_message(value))
-    return name, members
+            _add_ranks(_message(value), members)
+    return name, tuple(members)
 
 
-def _ranks(data: bytes) -> tuple[int, ...]:
-    found: list[int] = []
+def _add_ranks(data: bytes, found: list[int]) -> None:
     for number, value in _fields(data):
-        if number != 1:
-            continue
-        if isinstance(value, int):
-            found.append(value)
-        else:
-            at = 0
-            while at < len(value):
-                rank, at = _varint(value, at)
+        if number == 1:
+            for rank in (value,) if isinstance(value, int) else _packed(value):
+                if rank > RANK_MAX:
+                    raise ValueError("a rank beyond 31 bits")
                 found.append(rank)
-    if any(rank > RANK_MAX for rank in found):
-        raise ValueError("a rank beyond 31 bits")
-    return tuple(found)
+                _bounded(len(found))
+
+
+def _packed(data: bytes) -> Iterator[int]:
+    at = 0
+    while at < len(data):
+        value, at = _varint(data, at)
+        yield value
+
+
+def _bounded(told: int) -> None:
+    if told > RANKS_TOLD_MAX:
+        raise ValueError(f"it names more than {RANKS_TOLD_MAX} ranks")
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
