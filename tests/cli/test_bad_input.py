@@ -33,6 +33,9 @@ def refused(holdfast: Run, tmp_path: Path, code: Exit, *args: str, says: str, th
 CASES = [
     (Exit.USAGE, ["run"], "no training script", "holdfast run train.py"),
     (Exit.USAGE, ["run", "--nproc-per-nod", "2", "train.py"], "did you mean --nproc-per-node", "--help"),
+    (Exit.USAGE, ["run", "--nproc", "2", "train.py"], "did you mean --nproc-per-node", "--help"),
+    (Exit.USAGE, ["ckpt"], "holdfast ckpt needs a command: ls, show, verify", "holdfast ckpt --help"),
+    (Exit.USAGE, ["ranktable"], "holdfast ranktable needs a command: check", "--help"),
     (Exit.USAGE, ["run", "--max_restart", "2", "train.py"], "did you mean --max-restarts", "--help"),
     (Exit.USAGE, ["run", "--nproc-per-node", "0", "train.py"], "--nproc-per-node 0", "--help"),
     (Exit.USAGE, ["run", "--nproc-per-node", "two", "train.py"], "--nproc-per-node two", "--help"),

@@ -117,8 +117,11 @@ def test_resume_continues_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert job.train(13, checkpoint=tmp_path) == list(range(7, 13))
     assert same(job, bare(13))
     assert "starting fresh" in caplog.text and "resumed at step 7" in caplog.text
+    assert "no step is left" not in caplog.text
     again = Job()
-    assert again.train(13, checkpoint=tmp_path) == []
+    with caplog.at_level(logging.INFO, "holdfast"):
+        assert again.train(13, checkpoint=tmp_path) == []
+    assert "no step is left to do in this loop: it was over at step 13" in caplog.text
     assert same(again, job)
     assert [v.step for v in Root(tmp_path).list()] == [13, 7]
 

@@ -34,7 +34,17 @@ HOLDERS_SHOWN = 10_000
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+ORDER = ("ls", "show", "verify", "repair", "holders", "export", "import", "merge", "prune")
+
+
+class Ordered(click.Group):
+    """A group that lists its commands as they are met, and not by their letters."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
+@click.group(cls=Ordered, context_settings={"help_option_names": ["-h", "--help"]})
 def ckpt() -> None:
     """List, verify, repair, merge, convert and prune checkpoints.
 
@@ -109,7 +119,7 @@ def verify(checkpoint: str, as_json: bool) -> int:
     return 0
 
 
-@ckpt.command()
+@ckpt.command(short_help="Which ranks held what when it was saved.")
 @click.argument("checkpoint", required=False)
 @click.argument("pattern", default="*")
 @click.option("--group-info", type=click.Path(path_type=Path), help="Read MindSpore's file (GROUP_INFO_FILE) instead "
@@ -146,7 +156,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
     return 0
 
 
-@ckpt.command("repair")
+@ckpt.command("repair", short_help="Rebuild damaged files from copies.")
 @click.argument("checkpoint")
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
@@ -176,7 +186,7 @@ def size_bytes(text: str) -> int:
     return max(1, int(float(match[1]) * unit ** " kmgt".index(match[2] or " ")))
 
 
-@ckpt.command("merge")
+@ckpt.command("merge", short_help="Write whole tensors as one safetensors file.")
 @click.argument("checkpoint")
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", "max_size_bytes", type=size_bytes, help="Make TARGET a directory: "
@@ -192,7 +202,7 @@ def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, 
     return 0
 
 
-@ckpt.command("export")
+@ckpt.command("export", short_help="Write torch.save, DCP or Hugging Face files.")
 @click.argument("checkpoint")
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(["dcp", "torch", "hf"]), required=True, help="DCP directory, torch.save file, "
@@ -220,7 +230,7 @@ def export(
     return 0
 
 
-@ckpt.command("import")
+@ckpt.command("import", short_help="Take torch.save, DCP or safetensors files.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("root")
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
@@ -242,7 +252,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
     return 0
 
 
-@ckpt.command()
+@ckpt.command(short_help="Remove old checkpoints, never the newest.")
 @click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,6 +36,9 @@ from holdfast.errors import (
 from holdfast.exits import Exit
 
 _LOG = "log: "
+_NOTHING_SAID: Any = getattr(
+    click.exceptions, "NoArgsIsHelpError", ()
+)  # of click 8.2; before, help is printed
 _OF_THE_MACHINE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "ask as the user whose file it is, or let this one read it"),
     **dict.fromkeys(NO_ROOM, "make room: df -h"),
@@ -143,6 +147,9 @@ def translate(error: click.ClickException) -> UsageError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
     hint = f"{path} --help"
+    if isinstance(error, _NOTHING_SAID) and context is not None and isinstance(context.command, click.Group):
+        commands = ", ".join(context.command.list_commands(context))
+        return UsageError(f"{path} needs a command: {commands}", hint=hint)
     if isinstance(error, click.NoSuchOption):
         # Both spellings are one to the eye, so they are one here.
         close = closest(error.option_name.replace("_", "-"), _options(context))
@@ -154,7 +161,10 @@ def translate(error: click.ClickException) -> UsageError:
 
 
 def closest(word: str, words: list[str]) -> str:
-    """The word that was probably meant, or empty."""
+    """The word that was probably meant, or empty: the one that it begins, else the one that looks like it."""
+    begun = [each for each in words if each.startswith(word)]
+    if len(begun) == 1:
+        return begun[0]
     found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return found[0] if found else ""
 

@@ -74,7 +74,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     nodes = _nodes(values, given)
     kind = _kind(values)
     _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
-    target = _target(kind, script)
+    target = find_target(kind, script)
     nproc = worker_count(str(values["nproc_per_node"]))
     _refuse_too_many(nodes, nproc)
     run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
@@ -341,7 +341,8 @@ def _preload(names: str) -> tuple[str, ...]:
     return modules
 
 
-def _target(kind: TargetKind, script: str) -> str:
+def find_target(kind: TargetKind, script: str) -> str:
+    """What is to be started: a path, or the name of a module. Raises: ScriptError."""
     if kind == "executable":
         program = shutil.which(script)
         if program is None:

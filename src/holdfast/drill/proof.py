@@ -15,7 +15,7 @@ from holdfast.drill.excerpt import Excerpt, last_words
 from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
-from holdfast.errors import UnsupportedError, UserError
+from holdfast.errors import UnsupportedError, UsageError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.settings import RunSettings
 
@@ -124,15 +124,25 @@ class Drill:
 
         Raises:
             ScriptError: it did not end well: a drill would prove nothing.
+            UsageError: the directory cannot be made.
         """
         if self._reference is None:
-            self.base.mkdir(parents=True, exist_ok=True)
+            self._make()
             outcome = self._run("undisturbed", ())
             if outcome.code != Exit.OK or outcome.stalled:
                 raise failed(outcome.directory, outcome.code)
             self._digest = self._digest_of(outcome)
             self._reference = outcome
         return self._reference
+
+    def _make(self) -> None:
+        try:
+            self.base.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the drill's directory {self.base}: {error.strerror}",
+                hint="choose a writable place with --run-dir",
+            ) from error
 
     def plan(self, specs: Sequence[FaultSpec]) -> list[Fault]:
         """The faults to inject; without any ``--fault``, the kill of a random rank at a random step."""

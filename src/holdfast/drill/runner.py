@@ -123,15 +123,16 @@ class Runner:
         """Until the launcher ends; False when nothing moves any more."""
         run = Run(directory)
         seen: tuple[int, ...] = ()
-        moved_s = time.monotonic()
+        step, moved_s = 0, time.monotonic()
         while launcher.poll() is None:
             run.poll()
-            now = (run.committed_step(), len(run.events))
+            step = run.committed_step() or step  # the pages are removed at the end
+            now = (step, len(run.events))
             if now != seen:
                 seen, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s > STALL_S:
                 return False
-            self._progress(directory.name, now[0], len(read_injected(injected_path(directory))))
+            self._progress(directory.name, step, len(read_injected(injected_path(directory))))
             time.sleep(POLL_S)
         return True
 

@@ -155,9 +155,12 @@ class Loops:
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
-        end = self._bound[1]
+        end, begun_at = self._bound[1], self._rank.step
         try:
             yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make)
+            nothing = saved_loop == loop and self._rank.step == begun_at and not left()
+            if nothing and self._adapter.rank == 0:
+                log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
         finally:
             self._rank.rewind = -1
             self._feed = None
