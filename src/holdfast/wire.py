@@ -61,6 +61,7 @@ WireMessage = (
     | m.StartMembers
     | m.KillMember
     | o.Stalled
+    | o.Late
     | o.Moved
     | o.Gather
     | o.Evidence

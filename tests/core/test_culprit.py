@@ -35,6 +35,8 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
     [
         (four(2, process="T", wchan="do_signal_stop"), "kill", (2,), "certain", "stopped (state T)"),
         (four(2, "vote:20:3", process="T"), "kill", (2,), "certain", "in vote of step 20"),
+        (four(2, "loading:0:0", child=77), "kill", (2,), "certain", "its data loader process 77 is stopped"),
+        ([seen(0, "starting:0:0", process="T")], "kill", (0,), "certain", "stopped (state T), in its start"),
         (four(1, "save:20:0", process="D", wchan="rpc_wait"), "kill", (1,), "certain", "rpc_wait"),
         (four(1, "forward:20:0", process="R", cpu=1.0), "kill", (1,), "certain", "3 others got to backward"),
         (four(0, "backward:20:2"), "kill", (0,), "certain", "collective 2"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -11,16 +13,18 @@ from holdfast.core.messages import (
     AgentHello,
     CancelTimer,
     Fence,
+    JoinAsked,
     KillMember,
     MemberStarted,
     Resume,
     SetTimer,
     Settle,
+    StartMembers,
     StepReached,
     Tick,
     WorkerHello,
 )
-from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.sightings import Evidence, Gather, Late, Moved, Pace, Paced, RankEvidence, Stalled
 from tests.core.test_controller import NODE, Job
 
 
@@ -123,6 +127,102 @@ def test_during_a_recovery_nothing_is_judged() -> None:
     assert job.sent(KillMember) == []
     job.post(stalled(job))
     assert job.sent(Gather) == []
+
+
+def newcomer() -> Job:
+    """Rank 1 was lost, and another one starts in its seat."""
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1)
+    for rank in (0, 2):
+        job.settle(rank, "aborted", 5)
+    assert job.record("verdict")["action"] == "replace"
+    return job
+
+
+def late(job: Job, rank: int = 1, *, stopped: bool = False) -> Late:
+    return Late(member_id=job.members[rank], node_id=NODE, idle_s=15.2, stopped=stopped)
+
+
+def seen_late(job: Job, number: int, **more: Any) -> Evidence:
+    one = RankEvidence(
+        member_id=job.members[1],
+        rank=1,
+        step=0,
+        **{"phase": "starting", "idle_s": 15.6, "bound_s": 15.0, **more},
+    )
+    return Evidence(node_id=NODE, number=number, ranks=(one,))
+
+
+@pytest.mark.parametrize(
+    ("process", "cpu", "why"),
+    [("T", 0.0, "stopped (state T)"), ("R", 1.0, "no progress"), ("S", 0.0, "no pro")],
+)
+def test_a_newcomer_that_hangs_in_its_start_is_followed_by_another(
+    process: str, cpu: float, why: str
+) -> None:
+    job = newcomer()
+    first, generation = job.members[1], job.generation
+    job.post(late(job, stopped=process == "T"))
+    (order,) = job.sent(Gather)
+    assert job.sent(KillMember) == []
+    job.post(late(job, stopped=process == "T"))
+    assert job.sent(Gather) == [], "asked once"
+    job.post(seen_late(job, order.number, process=process, cpu=cpu))
+    (kill,) = job.sent(KillMember)
+    assert kill.member_id == first and why in kill.reason
+    assert job.record("hang")["ranks"] == [1] and len(job.record("hang")["evidence"]) == 1
+    job.post(late(job))
+    assert job.sent(Gather) == [], "it is being killed"
+    job.exit(1, "starting", 0)
+    assert job.record("detected")["kind"] == "hang" and job.generation == generation
+    assert [a.rank for order in job.sent(StartMembers) for a in order.members] == [1]
+    assert job.members[1] > first
+
+
+def test_a_newcomer_that_waits_for_its_state_is_late_only_when_it_is_stopped() -> None:
+    job = newcomer()
+    job.post(JoinAsked(member_id=job.members[1], generation=job.generation))
+    job.post(late(job))
+    assert job.sent(Gather) == []
+    job.post(late(job, stopped=True))
+    (order,) = job.sent(Gather)
+    job.post(seen_late(job, order.number, process="S"))
+    assert job.sent(KillMember) == [], "it runs again"
+    job.post(late(job, stopped=True))
+    job.post(seen_late(job, job.sent(Gather)[0].number, process="T"))
+    assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[1]]
+
+
+def test_a_newcomer_that_moves_meanwhile_lives_and_a_silent_agent_is_asked_again() -> None:
+    job = newcomer()
+    job.post(late(job))
+    assert SetTimer(name="late", delay_s=GATHER_S) in job.last
+    job.post(Tick(name="late"))
+    job.post(late(job))
+    job.post(seen_late(job, job.sent(Gather)[0].number, idle_s=0.1))
+    assert job.sent(KillMember) == [] and not any(r.kind == "hang" for r in job.records)
+
+
+def test_only_a_newcomer_is_late() -> None:
+    job = Job().up()
+    job.post(late(job, stopped=True))
+    assert job.sent(Gather) == [], "others are judged together"
+
+
+def test_a_worker_that_is_stopped_before_its_session_opens_is_replaced() -> None:
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    found = msgspec.structs.replace(stalled(job), stopped=True)
+    job.post(found)
+    job.post(evidence(job, job.sent(Gather)[0].number, phase="starting", process="S"))
+    assert job.sent(KillMember) == [] and job.sent(Fence) == [], "it runs again, and nothing else is known"
+    job.post(found)
+    job.post(evidence(job, job.sent(Gather)[0].number, phase="starting", process="T"))
+    assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[1]]
 
 
 def test_a_script_without_a_session_is_left_alone() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase
@@ -164,6 +167,73 @@ def test_a_process_that_is_stopped_in_its_first_steps_gets_no_time_to_compile() 
     assert looks * LIMITS.look_s < 11 * LIMITS.floor_s
     readings = [world.reading(rank)._replace(stopped=rank == 2) for rank in world.phase]
     assert world.progress.look(world.now + 0.1, readings) is True, "the others wait for it"
+
+
+def test_a_process_that_is_stopped_in_its_start_is_found_before_anybody_has_done_a_step() -> None:
+    script = Script()
+    script.still = {0, 1, 2}
+    script.stopped = frozenset({0})
+    assert 10 * LIMITS.floor_s <= script.until(True) < 12 * LIMITS.floor_s
+
+
+NEWCOMER = MemberId(9)
+
+
+def starts(world: World, **more: Any) -> Reading:
+    """A look at a process that stands still in its start, beside workers that wait for it."""
+    start: dict[str, Any] = {"phase": Phase.STARTING, "mark": (-1,), "collectives": 0, "done": 0}
+    newcomer = world.reading(0)._replace(member_id=NEWCOMER, **(start | more))
+    world.now += LIMITS.look_s
+    waiting = [world.reading(rank)._replace(phase=Phase.ABORTED) for rank in world.phase]
+    world.progress.look(world.now, [*waiting, newcomer])
+    return newcomer
+
+
+@pytest.mark.parametrize(
+    ("start_s", "more", "late_s"),
+    [
+        (0.5, {}, 10.0),
+        (3.0, {}, 30.0),
+        (3.0, {"stopped": True}, 2.0),
+        (3.0, {"scratch": True}, None),
+        (3.0, {"phase": Phase.READY}, None),
+        (0.0, {}, None),
+    ],
+)
+def test_a_newcomer_is_late_after_many_times_what_others_took(
+    start_s: float, more: dict[str, Any], late_s: float | None
+) -> None:
+    """Eight times as slow is slow; so is one that imports what others found done, or has far to go in its data."""
+    script = Script()
+    script.still = {0, 1, 2}
+    script.marks = dict.fromkeys(script.marks, 0)
+    for _ in range(round(start_s / LIMITS.look_s)):
+        script.look()
+    script.still = set()
+    script.look()
+    script.phase = dict.fromkeys(script.phase, Phase.FORWARD)
+    script.progress._steps.extend([STEP_S] * 3)
+    since = script.now
+    while not (late := script.progress.late()) and script.now - since < 100.0:
+        starts(script, **more)
+    took_s = script.now - since
+    assert [stall.member_id for stall in late] == ([] if late_s is None else [NEWCOMER])
+    assert late_s is None or late_s <= took_s < late_s + 2.0
+
+
+def test_a_spare_teaches_nothing_and_holds_nobody_up() -> None:
+    world = World()
+    world.train(20)
+    world.stop()
+    spare = world.reading(0)._replace(member_id=MemberId(-7), phase=Phase.FORWARD, done=0, section="spare")
+    since = world.now
+    while not world.progress.stalled and world.now - since < 5.0:
+        world.now += LIMITS.look_s
+        moved = spare._replace(mark=(round(10 * world.now),))
+        world.progress.look(world.now, [*(world.reading(rank) for rank in world.phase), moved])
+    assert world.now - since < 3.0
+    assert "section spare" not in world.progress.learned().peaks
+    assert [stall.member_id for stall in world.progress.stalls()] == [1, 2, 3, 4]
 
 
 def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> None:

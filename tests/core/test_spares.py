@@ -27,6 +27,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.sightings import Late
 from holdfast.core.spares import ANY_RANK, SPARE_TIMER, BuildSpare, CallSpare, Spares, SpareWaits
 
 NODE = NodeId("node0")
@@ -131,6 +132,19 @@ def test_a_waiting_spare_takes_the_seat_of_a_newcomer_once() -> None:
     node.start(Generation(1, 3), (4,), (1,))
     assert len(node.to_shell(CallSpare)) == 1
     assert [m.member_id for m in node.to_shell(StartMembers)[-1].members] == [4]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_spare_that_hangs_while_it_is_built_is_killed_and_built_again(stopped: bool) -> None:
+    node = Node()
+    (spare,) = node.built()
+    node.post(Late(member_id=spare, node_id=NODE, idle_s=15.2, stopped=stopped))
+    (kill,) = node.to_shell(KillMember)
+    assert kill.member_id == spare and "15.2 s" in kill.reason
+    node.dies(spare)
+    assert node.records("spare_gone")[0].data["why"] == kill.reason
+    node.post(Tick(name=SPARE_TIMER))
+    assert len(node.built()) == 2
 
 
 def test_one_spare_for_two_deaths() -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import Message
 from holdfast.core.page import Phase, Word
 from holdfast.core.progress import Limits
+from holdfast.core.sightings import Late, Stalled
+from holdfast.runtime.evidence import sample
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import kill_group, stopped, stopped_child
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.watch import Watcher
+from tests.runtime.runs import until
 
+DONE = MemberId(4)
 LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=2.0, idle_s=2.0, section_s=2.0, look_s=0.1)
 
 
@@ -36,3 +47,47 @@ def test_a_spare_that_waits_for_ever_is_no_hang(tmp_path: Path) -> None:
         for open_page in watcher._pages.values():
             open_page.close()
         run.remove_pages()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["not entered", "its child", "spare"])
+def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> None:
+    """Before it has written a word, in what it waits for, and where nobody waits for it."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    member_id = MemberId(-7 if what == "spare" else 3)
+    code = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    heard: list[Message] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
+    ) as one:
+        living = {each: Life(each, one.pid, -1, None) for each in (member_id, DONE)}
+        limits = Limits(floor_s=1.0, start_s=100.0, look_s=0.1)
+        watcher = Watcher(run, NodeId("node0"), limits, living, heard.append)
+        try:
+            Page.create(run.page_path(member_id), member=member_id).close()
+            other = Page.create(run.page_path(DONE), member=DONE)
+            other.place(9, Phase.FINISHED)
+            other.close()
+            assert one.stdout is not None
+            child = int(one.stdout.readline())
+            until("it reads", lambda: sample(one.pid).process == "S")
+            for now in range(100, 160):
+                watcher.look(float(now))
+            assert not heard
+            os.kill(child if what == "its child" else one.pid, signal.SIGSTOP)
+            until("it is stopped", lambda: stopped(one.pid) or stopped_child(one.pid))
+            for now in range(160, 165):
+                watcher.look(float(now))
+        finally:
+            kill_group(one.pid)
+            for open_page in watcher._pages.values():
+                open_page.close()
+            run.remove_pages()
+    late = [message for message in heard if isinstance(message, Late)]
+    assert late and all((each.member_id, each.stopped) == (member_id, True) for each in late)
+    told = [message.stopped for message in heard if isinstance(message, Stalled)]
+    assert all(told) and bool(told) == (what != "spare"), "nobody waits for a spare"

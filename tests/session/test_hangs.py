@@ -9,10 +9,12 @@ import pytest
 from holdfast import journal
 from tests.session.launch import run_job
 from tests.session.section_job import EPOCHS, LAST_STEP
+from tests.session.start_job import RANKS
 
 pytestmark = [pytest.mark.torch]
 
 JOB = str(Path(__file__).with_name("hang_job.py"))
+START = str(Path(__file__).with_name("start_job.py"))
 UNSEEN = str(Path(__file__).with_name("unseen_job.py"))
 AFTER = str(Path(__file__).with_name("section_job.py"))
 FLOOR_S = 0.7
@@ -35,6 +37,41 @@ def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path)
     (stack,) = [name for name in hang["stacks"] if name.endswith("rank-00002.txt")]
     assert "in spin" in (tmp_path / "runs/it" / stack).read_text()
     assert any("rank 2" in line and "at spin (hang_job.py" in line for line in hang["evidence"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the weights."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    done = run_job(place, RANKS, START, str(place), "none")
+    assert done.returncode == 0, done.stdout
+    return (place / "rank-0.digest").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "faults", "why"),
+    [
+        ("worker stops", [(1, "hang", 2)], "its process is stopped (state T)"),
+        ("newcomer stops", [(1, "signal", 2), (1, "hang", 4)], "its process is stopped (state T)"),
+        ("newcomer loops", [(1, "signal", 2), (1, "hang", 4)], "its start has made no progress"),
+        ("loader stops", [(1, "hang", 2)], "its data loader process"),
+    ],
+)
+def test_a_process_that_hangs_before_its_first_step_is_replaced(
+    tmp_path: Path, undisturbed: str, kind: str, faults: list[tuple[int, str, int]], why: str
+) -> None:
+    done = run_job(
+        tmp_path, RANKS, "--run-id", "it", "--hang-floor", str(FLOOR_S), START, str(tmp_path), kind
+    )
+    assert done.returncode == 0, done.stdout
+    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    detected = [e.data for e in events if e.kind == "detected"]
+    assert [(d["rank"], d["kind"], d["member_id"]) for d in detected] == faults
+    (hang,) = [e.data for e in events if e.kind == "hang"]
+    assert why in str(hang["reason"]) and any("rank 1" in line for line in hang["evidence"])
+    assert {e.data["steps_lost"] for e in events if e.kind == "recovered"} == {0}
+    assert {path.read_text() for path in tmp_path.glob("rank-*.digest")} == {undisturbed}
 
 
 @pytest.mark.processes

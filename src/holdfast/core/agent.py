@@ -70,7 +70,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Moved, Paced, Stalled, Vouched
+from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Late, Moved, Paced, Stalled, Vouched
 from holdfast.core.spares import SPARE_TIMER, CallSpare, Spares, is_spare
 from holdfast.exits import Exit
 
@@ -182,7 +182,7 @@ class Agent:
                 self._held = event
                 if self.connected:
                     self._tell(event)
-            case Stalled() | Moved() | Evidence() | Paced():
+            case Stalled() | Late() | Moved() | Evidence() | Paced():
                 if self.connected:  # said again while it lasts
                     self._tell(event)
             case Catalogued():

@@ -57,7 +57,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import CopiesDiffer, Evidence, Moved, Paced, Stalled, Vouched
+from holdfast.core.sightings import CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
 """What counts in the newest generation only."""
@@ -100,6 +100,8 @@ class Controller:
                 self.fleet.member_exited(now, event)
             case Stalled():
                 self.hangs.stalled(now, event)
+            case Late():
+                self.hangs.late(event)
             case Moved():
                 self.hangs.moved(now, event)
             case Evidence():

@@ -72,6 +72,8 @@ def where(one: RankEvidence) -> str:
     """As ``backward of step 20, collective 3``."""
     if one.phase == "starting" and one.sequence:
         return f"collective {one.sequence} of a script without a session"
+    if one.phase == "starting":
+        return "its start"
     name = f"section {one.section!r}" if one.phase == "section" else one.phase
     place = f"{name} of step {one.step}"
     return f"{place}, collective {one.sequence}" if PLACE.get(one.phase) and one.sequence else place
@@ -82,19 +84,25 @@ def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
         (STOPPED, "its process is stopped"),
         (frozenset("D"), "it is in an uninterruptible wait"),
     ):
-        found = [e for e in seen if e.process in states]
+        found = [e for e in seen if e.process in states or (e.child and states is STOPPED)]
         if found and 2 * len(found) <= max(len(seen), 2):
-            detail = f" ({found[0].wchan})" if found[0].wchan not in ("", "0") else ""
             return Blame(
                 answer="kill",
                 ranks=_ranks(found),
                 confidence="certain",
                 by_process=True,
-                reason=f"{what} (state {found[0].process}){detail}, in {where(found[0])}",
+                reason=f"{_state(found[0], what)}, in {where(found[0])}",
             )
         if found and states is STOPPED:
             return Blame(answer="wait", reason=f"{len(found)} of {len(seen)} processes are stopped")
     return None
+
+
+def _state(one: RankEvidence, what: str) -> str:
+    if one.child:
+        return f"its {'data loader' if one.phase == 'loading' else 'child'} process {one.child} is stopped"
+    detail = f" ({one.wchan})" if one.wchan not in ("", "0") else ""
+    return f"{what} (state {one.process}){detail}"
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> Blame | None:

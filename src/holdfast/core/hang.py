@@ -5,9 +5,12 @@ living worker says so does the job stand still: then evidence is gathered from a
 function, and what follows is an ordinary fault. Killing comes last: a worker that moves while the evidence is gathered
 takes everything back. Slow ranks are another matter: they are measured, told, and replaced only when asked to.
 
+While newcomers start, the others wait for the control plane: each newcomer is judged alone until it asks for its state;
+from then on it may be waiting for others, and only a stopped process is evidence.
+
 Invariants:
 1. Nobody is killed for standing still unless evidence that names him is in the log before.
-2. During a recovery nothing is judged here: its own timers bound everybody.
+2. During a recovery nobody but a newcomer is judged here: its own timers bound everybody.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from holdfast.core.culprit import PLACE, Blame, blame, where
 from holdfast.core.fault import Fault
 from holdfast.core.ids import NodeId
 from holdfast.core.job import Job
+from holdfast.core.membership import Member
 from holdfast.core.messages import Field
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import Evidence, Gather, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.sightings import Evidence, Gather, Late, Moved, Pace, Paced, RankEvidence, Stalled
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
@@ -44,6 +48,7 @@ class Hangs:
         self._evidence: dict[NodeId, Evidence] | None = None
         self._number = 0
         self._waits = 0
+        self._late: Late | None = None  # evidence about it is awaited
         self._paces: dict[NodeId, Paced] = {}
         self._slow: set[int] = set()
 
@@ -51,8 +56,8 @@ class Hangs:
         """All workers of one node stand still."""
         if event.generation != self.job.roster.generation or self.recovery.phase not in QUIET:
             return
-        if not self.job.session and not event.waiting:
-            return  # without a session only a collective tells a script that works from one that hangs
+        if not self._is_evident(event):
+            return
         self._stalled[event.node_id] = event
         nodes = {m.node_id for m in self.job.roster.living}
         if self._evidence is not None or self._waits or not nodes or not nodes <= set(self._stalled):
@@ -65,6 +70,42 @@ class Hangs:
         )
         self._gather()
 
+    def _is_evident(self, event: Stalled) -> bool:
+        """Without a session only a collective, or a stopped process, tells a script that works from one that hangs."""
+        return self.job.session or event.waiting or event.stopped
+
+    def late(self, event: Late) -> None:
+        """A process that has not done a step yet is too slow, if it is a newcomer."""
+        if self._late is not None or self._newcomer(event) is None:
+            return
+        self._late = event
+        self._number += 1
+        self.job.send_node(event.node_id, Gather(node_id=event.node_id, number=self._number))
+        self.job.timer("late", GATHER_S)
+
+    def _newcomer(self, event: Late) -> Member | None:
+        member = self.job.roster.get(event.member_id)
+        if member is None or not member.alive or not member.joining or member.kill_reason:
+            return None
+        return None if member.asked and not event.stopped else member
+
+    def _judge_late(self, now: float, event: Late, found: Evidence) -> None:
+        self._late = None
+        self.job.cancel("late")
+        member = self._newcomer(event)
+        one = next((e for e in found.ranks if e.member_id == event.member_id), None)
+        if member is None or one is None or one.idle_s < one.bound_s:
+            return
+        verdict = blame([one])
+        if not verdict.by_process:
+            if member.asked:
+                return  # it runs again
+            reason = f"its start has made no progress for {one.idle_s:.1f} s, many times what others took"
+            verdict = Blame(answer="kill", ranks=(one.rank,), confidence="likely", reason=reason)
+        self.job.record("hang", **_fields(verdict, [one]))
+        member.hung_at_s = now - one.idle_s
+        self.job.kill(member, f"hangs: {verdict.reason}")
+
     def moved(self, now: float, event: Moved) -> None:
         """One of them moves: nobody hangs."""
         if self._stalled.pop(event.node_id, None) is None:
@@ -75,6 +116,9 @@ class Hangs:
 
     def evidence(self, now: float, event: Evidence) -> None:
         """What one agent found."""
+        if self._late is not None and event.number == self._number:
+            self._judge_late(now, self._late, event)
+            return
         if self._evidence is None or event.number != self._number:
             return
         self._evidence[event.node_id] = event
@@ -89,6 +133,8 @@ class Hangs:
         elif name == "patience":
             if self._stalled:
                 self._gather()
+        elif name == "late":
+            self._late = None  # it is said again
         else:
             return False
         return True
@@ -118,6 +164,13 @@ class Hangs:
         told = sorted((e for event in found.values() for e in event.ranks), key=lambda e: e.rank)
         ranks = [e for e in told if e.rank in members and members[e.rank].member_id == e.member_id]
         verdict = blame(ranks)
+        if (
+            not verdict.by_process
+            and not any(s.waiting for s in self._stalled.values())
+            and not self.job.session
+        ):
+            self._forget()  # one that was stopped runs again, and nothing else tells where the others are
+            return
         still_s = min((e.idle_s for e in ranks), default=0.0)
         if verdict.answer == "wait" and still_s >= self.job.config.patience_s:
             verdict = Blame(answer="retry", reason=f"{verdict.reason}, for {still_s:.0f} s")

@@ -11,6 +11,9 @@ a multiple of what the same phase has survived before. Before there are samples 
 is not a step: sections are announced by name and learned by name. A script without a session shows nothing but its
 collectives: one that is under way has a bound learned from the time between them, other code a generous one.
 
+A process that starts beside others that train (a newcomer, a spare) is judged alone: it is *late* when it has been
+still for many times what the start of others took, or when it is stopped.
+
 Invariants:
 1. A stall is announced once, and taken back once when any worker moves.
 2. Time during which nobody looked does not count against a worker: a frozen or starved machine kills nobody.
@@ -31,8 +34,9 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase
+from holdfast.core.spares import is_spare
 
-WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT})
+WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT, Phase.SPARE})
 """Phases in which a worker waits for the control plane or is done: it holds nobody up."""
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
@@ -68,6 +72,7 @@ class Reading(NamedTuple):
     waits: bool = False  # one of them is under way
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
     done: int = 0  # steps that its process has committed
+    scratch: bool = False  # not forked: it has imports to do that others found done
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +91,7 @@ class Stall(NamedTuple):
     idle_s: float
     bound_s: float
     waits: bool
+    stopped: bool
 
 
 class _Watch:
@@ -145,8 +151,25 @@ class Progress:
     def stalls(self) -> list[Stall]:
         """Every worker's stillness, by member."""
         return [
-            Stall(member_id, watch.idle_s, self.bound_s(watch.last), watch.last.phase in WAITING)
+            Stall(
+                member_id,
+                watch.idle_s,
+                self.bound_s(watch.last),
+                watch.last.phase in WAITING,
+                watch.last.stopped,
+            )
             for member_id, watch in sorted(self._watches.items())
+            if not is_spare(member_id)
+        ]
+
+    def late(self) -> list[Stall]:
+        """Who has not done a step yet and would be too slow if it had started beside others that train."""
+        return [
+            Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
+            for member_id, watch in sorted(self._watches.items())
+            if watch.last.phase not in WAITING
+            and not watch.last.done
+            and watch.idle_s >= (bound_s := self._alone_s(watch.last))
         ]
 
     def overdue(self) -> list[MemberId]:
@@ -154,7 +177,7 @@ class Progress:
         return [
             member_id
             for member_id, watch in sorted(self._watches.items())
-            if watch.idle_s >= self._frozen_s(watch.last)
+            if watch.last.phase not in WAITING and watch.idle_s >= self._frozen_s(watch.last)
         ]
 
     @property
@@ -174,10 +197,10 @@ class Progress:
         """How long this worker may be still where it is."""
         limits, phase = self.limits, reading.phase
         peak = self._peaks.get(_kind(reading), 0.0)
-        if reading.stopped and (self._steps or phase is not Phase.STARTING):
+        if reading.stopped:
             return self._frozen_s(reading)
         if phase is Phase.STARTING:
-            if reading.waits or (reading.stopped and reading.collectives):
+            if reading.waits:
                 return min(self._apart_s(), limits.start_s)
             return limits.start_s if not reading.collectives else limits.idle_s
         if phase is Phase.SECTION:
@@ -194,7 +217,16 @@ class Progress:
         """How long a process may be stopped: it compiles nothing and waits for nothing, in its first steps either."""
         if self._steps:
             return self._usual_s()
-        return self._apart_s() if reading.phase is Phase.STARTING else 10 * self.limits.floor_s
+        told = reading.phase is Phase.STARTING and len(self._apart) >= APART_MIN
+        return self._apart_s() if told else 10 * self.limits.floor_s
+
+    def _alone_s(self, reading: Reading) -> float:
+        """The same for one that starts while others train. What follows the start of its script is not the same as for
+        others: it may have far to go in its data."""
+        if reading.stopped:
+            return self._frozen_s(reading)
+        peak = self._peaks.get(_kind(reading), 0.0) if reading.phase is Phase.STARTING else 0.0
+        return max(10 * self.limits.floor_s, self.limits.factor * peak) if peak else inf
 
     def _usual_s(self) -> float:
         return max(self.limits.floor_s, self.limits.factor * self.step_s)
@@ -207,7 +239,7 @@ class Progress:
         return max(10 * self.limits.floor_s, self.limits.factor * median(self._apart), 3 * peak)
 
     def _is_stalled(self) -> bool:
-        holding = [w for w in self._watches.values() if w.last.phase not in WAITING]
+        holding = [w for m, w in self._watches.items() if w.last.phase not in WAITING and not is_spare(m)]
         bounds_s = [self.bound_s(w.last) for w in holding]
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
@@ -220,6 +252,9 @@ class Progress:
         last, watch.last = watch.last, reading
         watch.idle_s += passed_s
         if reading.mark == last.mark:
+            return
+        if is_spare(reading.member_id):  # nothing is learned from one that nobody waits for
+            watch.idle_s = 0.0
             return
         if last.phase is not Phase.SECTION or reading.phase is Phase.SECTION or reading.section:
             self._learn(_kind(last), watch.idle_s)  # else it was cut off, and may take longer
@@ -251,7 +286,7 @@ def _kind(reading: Reading) -> str:
     if reading.compiling:
         return "compile"
     if reading.phase is Phase.STARTING and not reading.collectives:
-        return "first collective"
+        return "imports" if reading.scratch else "first collective"
     if reading.phase in IN_STEP | {Phase.LOADING} and reading.done < SAMPLES_MIN:
         return f"first {reading.phase.name}"
     return reading.phase.name

@@ -22,6 +22,16 @@ class Stalled(Message, frozen=True):
     bound_s: float  # the longest of their bounds
     step_s: float  # median of the recent steps; 0: unknown
     waiting: bool = False  # one of them is in a collective
+    stopped: bool = False  # the process of one of them is, or one that it waits for
+
+
+class Late(Message, frozen=True):
+    """A process that has not done a step yet is too slow for one that starts beside others that train."""
+
+    member_id: MemberId
+    node_id: NodeId
+    idle_s: float
+    stopped: bool
 
 
 class Moved(Message, frozen=True):
@@ -66,6 +76,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     section: str = ""
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first
     stacks: str = ""  # file with all stacks, below the run directory
+    child: int = 0  # a process that it has started, and that is stopped; 0: none
 
 
 class Evidence(Message, frozen=True):

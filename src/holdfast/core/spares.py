@@ -36,6 +36,7 @@ from holdfast.core.messages import (
     StartMembers,
     WorkerFailed,
 )
+from holdfast.core.sightings import Late
 
 ANY_RANK = -1
 SPARE_TIMER = "spares"
@@ -119,9 +120,7 @@ class Spares:
         self.world_size = world_size
         for spare in [s for s in self.living.values() if s.world_size != world_size]:
             del self.living[spare.member_id]
-            reason = f"was built for {spare.world_size} ranks"
-            kill = KillMember(member_id=spare.member_id, node_id=NodeId(self.config.node_id), reason=reason)
-            self._out.append(Send(to="shell", message=kill))
+            self._kill(spare, f"was built for {spare.world_size} ranks")
 
     def top_up(self, generation: Generation, ranks: Sequence[int]) -> None:
         """Build what is missing. ``ranks``: of the workers of this node; nothing is built unless all are there."""
@@ -172,6 +171,10 @@ class Spares:
             self._record("spare_waits", member_id=int(spare.member_id), state=spare.state)
         elif isinstance(event, WorkerFailed):
             spare.why = f"{event.kind}: {event.what}"
+        elif isinstance(event, Late):
+            what = "is stopped" if event.stopped else "shows no progress"
+            spare.why = f"it {what}, for {event.idle_s:.1f} s"
+            self._kill(spare, spare.why)
         elif isinstance(event, MemberExited):
             self._exited(spare, event)
         elif isinstance(event, MemberStarted):
@@ -188,6 +191,10 @@ class Spares:
             return
         delay_s = self.config.spare_delay_s * 2**self._failures
         self._out.append(SetTimer(name=SPARE_TIMER, delay_s=delay_s))
+
+    def _kill(self, spare: Spare, reason: str) -> None:
+        kill = KillMember(member_id=spare.member_id, node_id=NodeId(self.config.node_id), reason=reason)
+        self._out.append(Send(to="shell", message=kill))
 
     def _record(self, kind: str, /, **data: str | int) -> None:
         self._out.append(Record(kind=kind, data={**data, "node": self.config.node_id}))

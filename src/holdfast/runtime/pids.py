@@ -117,6 +117,11 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def stopped_child(leader: int) -> int:
+    """A stopped process of the group that ``leader`` leads, other than itself; 0: there is none."""
+    return next((pid for pid in _group(leader) if pid != leader and stopped(pid)), 0)
+
+
 def _group(leader: int) -> list[int]:
     """Processes of this group."""
     return [pid for name in os.listdir("/proc") if name.isdecimal() and _leader(pid := int(name)) == leader]

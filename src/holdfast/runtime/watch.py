@@ -24,6 +24,7 @@ from holdfast.core.sightings import (
     CollectiveSeen,
     Evidence,
     Gather,
+    Late,
     Moved,
     Pace,
     Paced,
@@ -34,6 +35,7 @@ from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
+from holdfast.runtime.pids import command, stopped_child
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
 
@@ -43,6 +45,11 @@ KEEP_S = 1.0
 LEARNED = "learned-"
 LEARNED_SIZE_BYTES_MAX = 1 << 20
 COLLECTIVES_TOLD = 16
+ZYGOTE = b"holdfast.runtime.zygote"
+MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID)
+"""What changes when a worker moves."""
+DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
+"""Where a script may wait for processes of its own."""
 
 
 class Watcher:
@@ -70,6 +77,7 @@ class Watcher:
         self._pages: dict[MemberId, Page] = {}
         self._generation = Generation(0, 0)
         self._told_s = 0.0
+        self._late_s = 0.0
         self._paced_s = 0.0
         self._kept_s = 0.0
         self._learned: Path | None = None  # where it is kept for a successor
@@ -94,16 +102,12 @@ class Watcher:
             self._gathering.result()
             self._gathering = None
         self._open_pages()
-        pages = [page for page in self._pages.values() if page[Word.PID]]
-        if not pages:
+        workers = [page for member_id, page in self._pages.items() if not is_spare(member_id)]
+        if not workers:
             return
-        self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in pages)
+        self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in workers)
         overdue = self._progress.overdue()
-        readings = [read(page) for page in pages]
-        for index, reading in enumerate(readings):
-            if reading.member_id in overdue:
-                stopped = sample(pages[index][Word.PID]).process in STOPPED
-                readings[index] = reading._replace(stopped=stopped)
+        readings = [self._read(member_id, member_id in overdue) for member_id in self._pages]
         change = self._progress.look(now, readings)
         if change is False:
             self._post(Moved(node_id=self._node_id, generation=self._generation))
@@ -117,9 +121,14 @@ class Watcher:
                     idle_s=min(s.idle_s for s in holding),
                     bound_s=max(s.bound_s for s in holding),
                     step_s=self._progress.step_s,
-                    waiting=any(reading.waits for reading in readings),
+                    waiting=any(r.waits for r in readings if not is_spare(r.member_id)),
+                    stopped=any(s.stopped for s in holding),
                 )
             )
+        if now - self._late_s >= REPEAT_S:
+            self._late_s = now
+            for late in self._progress.late():
+                self._post(Late(late.member_id, self._node_id, round(late.idle_s, 3), late.stopped))
         if now - self._paced_s >= PACE_S:
             self._paced_s = now
             paces = tuple(Pace(*pace) for pace in self._progress.paces())
@@ -131,6 +140,20 @@ class Watcher:
             with contextlib.suppress(FileNotFoundError):
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
+    def _pid(self, member_id: MemberId) -> int:
+        """Of its own word, or of the process that was started for it and has not come so far."""
+        return self._pages[member_id][Word.PID] or self._living[member_id].pid
+
+    def _read(self, member_id: MemberId, overdue: bool) -> Reading:
+        reading, pid = read(self._pages[member_id]), self._pid(member_id)
+        if reading.phase is Phase.STARTING and not reading.collectives:
+            reading = reading._replace(scratch=ZYGOTE not in command(pid))
+        if not overdue:
+            return reading
+        state = sample(pid).process
+        waits = state == "S" and reading.phase in DRAWING and not reading.waits
+        return reading._replace(stopped=state in STOPPED or (waits and stopped_child(pid) > 0))
+
     def gather(self, order: Gather) -> None:
         """Look at everything, then answer; in the background."""
         if self._gathering is None:
@@ -140,7 +163,7 @@ class Watcher:
         for member_id in [m for m in self._pages if m not in self._living]:
             self._pages.pop(member_id).close()
         for member_id in self._living:
-            if member_id not in self._pages and not is_spare(member_id):
+            if member_id not in self._pages:
                 try:
                     self._pages[member_id] = Page.open(self._run.page_path(member_id))
                 except (OSError, ProtocolError):
@@ -148,16 +171,17 @@ class Watcher:
 
     async def _gather(self, order: Gather) -> None:
         workers = [
-            (member_id, self._living[member_id].pid, page)
+            (member_id, self._pid(member_id), page)
             for member_id, page in sorted(self._pages.items())
-            if member_id in self._living and page[Word.PID]
+            if member_id in self._living and not is_spare(member_id)
         ]
         found = await find(self._run, workers)
-        if not self._progress.stalled:
+        late = self._progress.late()
+        if not self._progress.stalled and not late:
             return  # somebody moved meanwhile: the controller was told
-        stalls = {stall.member_id: stall for stall in self._progress.stalls()}
+        stalls = {stall.member_id: stall for stall in (*self._progress.stalls(), *late)}
         ranks = []
-        for member_id, _, _ in workers:
+        for member_id, pid, _ in workers:
             page, stall = self._pages.get(member_id), stalls.get(member_id)
             if page is None or stall is None:
                 continue
@@ -180,6 +204,7 @@ class Watcher:
                     section=seen.section,
                     collectives=self._collectives(order.number, seen.rank, page),
                     stacks=self._keep(order.number, seen.rank, finding),
+                    child=stopped_child(pid) if stall.stopped and finding.process not in STOPPED else 0,
                 )
             )
         self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
@@ -227,7 +252,7 @@ def read(page: Page) -> Reading:
         rank=page[Word.RANK],
         step=step,
         phase=phase,
-        mark=(page[Word.STATE], page[Word.ENTERED_NS], page[Word.COLLECTIVES], page[Word.REPEATED], flags),
+        mark=tuple(page[word] for word in MARKS),
         step_s=page[Word.STEP_NS] / 1e9,
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section(),
