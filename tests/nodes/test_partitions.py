@@ -103,6 +103,30 @@ def test_of_two_hosts_without_a_witness_the_one_that_is_left_seals_and_leaves(
     assert digests(tmp_path) == {alone(tmp_path, STEPS)}
 
 
+def test_both_hosts_of_a_job_are_lost_in_turn_and_what_they_held_is_not(net: Network, tmp_path: Path) -> None:
+    """What the second one held is known to the newcomer alone, on a host that held no rank before."""
+    with train(net, tmp_path, "2:3") as hosts:
+        hosts.start()
+        hosts.wait_step(1, 3)
+        # The controller's host first: its successor knows the layouts by hearsay.
+        leads = max(
+            (0, 1), key=lambda i: max((int(e.data["term"]) for e in hosts.events(i, "elected")), default=0)
+        )
+        hosts.kill(leads)
+        hosts.wait_event(2, "resumed", 2)
+        hosts.kill(1 - leads)
+        assert hosts.wait(2) == Exit.REQUEUE, hosts.output(2)
+        sealed = steps_sealed(tmp_path)
+        assert sealed and 3 <= sealed[0] < STEPS
+    with train(net, tmp_path / "again", "2") as hosts:
+        hosts.env["HOLDFAST_CHECKPOINT"] = str(tmp_path / "checkpoints")
+        hosts.args = (*hosts.args[:2], str(tmp_path / "out"))
+        hosts.start(0, 1)
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0)
+        assert hosts.events(0, "session_opened")[0].data["step"] == sealed[0]
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
 @pytest.mark.parametrize("net", [2], indirect=True)
 def test_of_two_hosts_with_a_witness_one_survives_and_takes_the_other_again(
     net: Network, tmp_path: Path

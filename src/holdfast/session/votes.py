@@ -66,14 +66,16 @@ class Votes:
     def inherit(self, order: Receive) -> None:
         """A newcomer takes over what the rank that it replaces has told, and everyone's layouts."""
         if order.version != NO_VERSION:
-            self._rank.on_catalogued(
-                Catalogued(
-                    member_id=order.member_id,
-                    generation=order.generation,
-                    version=order.version,
-                    layouts=order.layouts,
-                )
+            catalogued = Catalogued(
+                member_id=order.member_id,
+                generation=order.generation,
+                version=order.version,
+                layouts=order.layouts,
             )
+            self._rank.on_catalogued(catalogued)
+            if self._rank.client is not None:
+                # Its agent may be that of a node which held no rank before: it has not heard of any layout.
+                self._rank.client.send(catalogued)
         # Said again by the one who lives: agent and controller may both be successors by the next fault.
         self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
