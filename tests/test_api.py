@@ -26,6 +26,7 @@ PUBLIC = [
     "GroupError",
     "HoldfastError",
     "InternalError",
+    "NotMet",
     "NothingToResume",
     "PeerLost",
     "ProtocolError",

@@ -12,7 +12,8 @@ Tree::
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
     │   ├── PeerLost                a collective outside a step lost its peer
-    │   └── GroupError              a process group could not be built
+    │   ├── GroupError              a process group could not be built
+    │   └── NotMet                  the nodes of the job did not meet in time
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
     ├── StoreError                  checkpoint files
@@ -90,6 +91,10 @@ class PeerLost(FaultError):
 
 class GroupError(FaultError):
     """A process group could not be built."""
+
+
+class NotMet(FaultError):
+    """The nodes of the job did not meet in time: nothing was started."""
 
 
 class ProtocolError(HoldfastError):

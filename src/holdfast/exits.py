@@ -15,6 +15,7 @@ class Exit(IntEnum):
     FAILED = 1  # the training script failed (same exception at the same step twice, or at import)
     USAGE = 2  # an unknown flag or a bad argument; nothing was started
     BAD_INPUT = 3  # a typed UserError or StoreError ended the job
+    UNMET = 69  # the nodes of the job did not meet in time; nothing was started (EX_UNAVAILABLE)
     INTERNAL = 70  # an invariant of Holdfast is broken
     BUDGET = 74  # more faults than the restart budget allows in its window
     REQUEUE = 75  # graceful exit, checkpoint sealed: it goes on when it is started again (EX_TEMPFAIL)
@@ -30,6 +31,7 @@ MEANING: dict[Exit, str] = {
     Exit.FAILED: "the training script failed",
     Exit.USAGE: "unknown flag or bad argument; nothing was started",
     Exit.BAD_INPUT: "bad input or unusable checkpoint; the error names it",
+    Exit.UNMET: "the nodes of the job did not meet in time; nothing was started",
     Exit.INTERNAL: "an invariant of Holdfast is broken; please report it",
     Exit.BUDGET: "more faults than the restart budget allows",
     Exit.REQUEUE: "graceful exit, checkpoint sealed; the same command goes on if it saves to the same place",

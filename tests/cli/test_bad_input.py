@@ -49,9 +49,9 @@ CASES = [
     (Exit.USAGE, ["run", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node-rank 2", "one node"),
     (
         Exit.USAGE,
-        ["run", "--nnodes", "2", "--master-addr", "no.such.host.invalid", "train.py"],
-        "no.such.host.invalid",
-        "--master-addr",
+        ["run", "--nnodes", "2", "--rdzv-conf", "a=b,join_timeout=soon", "train.py"],
+        "'soon' is no number of seconds",
+        "join_timeout=600",
     ),
     (Exit.USAGE, ["run", "--nnodes", "2", "--master-addr", "::1", "train.py"], "IPv6", "IPv4 address"),
     (Exit.USAGE, ["run", "--nnodes", "2", "--rdzv-endpoint", "[::1]:29500", "train.py"], "IPv6", "IPv4"),
@@ -111,6 +111,16 @@ CASES = [
 @pytest.mark.parametrize(("code", "args", "says", "then"), CASES, ids=[" ".join(c[1]) for c in CASES])
 def test_refused(holdfast: Run, tmp_path: Path, code: Exit, args: list[str], says: str, then: str) -> None:
     refused(holdfast, tmp_path, code, *args, says=says, then=then)
+
+
+def test_a_host_that_stays_unknown_is_asked_for_again(holdfast: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["--nnodes", "2", "--rdzv-conf", "join_timeout=0.1", "--master-addr", "no.such.host.invalid"]
+    result = holdfast("run", *words, "train.py")
+    assert result.returncode == Exit.UNMET, result.stderr
+    note, error, then = result.stderr.splitlines()
+    assert note.startswith("note: the host no.such.host.invalid (--master-addr") and "asking again" in note
+    assert "no.such.host.invalid is unknown after 0.1 s" in error and "--master-addr" in then
 
 
 def test_variable_is_checked_like_the_flag(holdfast: Run, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
 FRAME_SIZE_BYTES_MAX = 65536
+NAMES = Path("/etc/netns")  # ip(8) puts files of it over those of /etc
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,6 +69,7 @@ class Network:
             os.close(tap)
         for name in self.names:
             _ip("netns", "del", name)
+            shutil.rmtree(NAMES / name, ignore_errors=True)
 
     @staticmethod
     def address(index: int) -> str:
@@ -76,6 +79,18 @@ class Network:
     def on(self, index: int) -> list[str]:
         """Words in front of a command that runs on this host."""
         return ["ip", "netns", "exec", self.names[index]]
+
+    def know(self, index: int, *addresses: str) -> None:
+        """The names that one host knows: ``first`` is at these addresses."""
+        place = NAMES / self.names[index]
+        place.mkdir(parents=True, exist_ok=True)
+        # Written in place: a command that runs has this very file as its /etc/hosts.
+        lines = ["127.0.0.1 localhost", *(f"{address} first" for address in addresses)]
+        (place / "hosts").write_text("\n".join(lines) + "\n")
+
+    def also_at(self, index: int, address: str) -> None:
+        """One host has a further address, of a network in which nobody else is."""
+        _ip("-n", self.names[index], "addr", "add", f"{address}/24", "dev", "tap0")
 
     def cut(self, index: int, *, to_it: bool = True, from_it: bool = True) -> None:
         """Pull the cable of one host, both ways or one."""

@@ -56,7 +56,7 @@ class Hosts:
 
     def __init__(
         self, net: Network, base: Path, nnodes: str, script: str = LOOP, args: tuple[str, ...] = (), nproc: int = 1,
-        flags: tuple[str, ...] = (), torch: bool = False, table: bool = False,
+        flags: tuple[str, ...] = (), torch: bool = False, table: bool = False, first: str = "",
     ) -> None:  # fmt: skip
         self.net = net
         self.base = base
@@ -64,6 +64,7 @@ class Hosts:
         self.nproc = nproc
         self.flags = flags
         self.table = table  # hosts learn who they are from a rank table, all by the same command
+        self.first = first or net.address(0)  # what --master-addr says
         base.mkdir(exist_ok=True)
         if table:
             (base / "table.json").write_bytes(make([net.address(i) for i in range(len(net.names))], nproc))
@@ -97,7 +98,7 @@ class Hosts:
         for index in indices or range(len(self.net.names)):
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
-            place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.net.address(0),
+            place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
                      "--nproc-per-node", str(self.nproc)]  # fmt: skip
             words = [
                 *self.net.on(index), HOLDFAST, "run", "--token-file", str(self.token),

@@ -54,6 +54,19 @@ def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Pat
         assert not hosts.pids(0) and not hosts.pids(1)
 
 
+def test_a_name_that_is_known_late_and_has_a_dead_address_first(net: Network, tmp_path: Path) -> None:
+    for index in (0, 1):
+        net.know(index)
+    net.also_at(1, "10.78.0.2")
+    with Hosts(net, tmp_path, "2", args=("5",), first="first") as hosts:
+        hosts.start(1, 0)
+        until("both look", lambda: all("the host first (--master-addr" in hosts.output(i) for i in (0, 1)))
+        for index in (0, 1):
+            net.know(index, "10.78.0.1", net.address(0))
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0) + hosts.output(1)
+        assert f"node1 at {net.address(1)}, " in hosts.output(1), "by the network in which it was answered"
+
+
 def test_two_hosts_with_one_number_are_told(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2", args=("5",)) as hosts:
         hosts.start(0)

@@ -179,3 +179,52 @@ def test_who_does_not_belong_to_the_job_is_told_what_to_do(
         reason = second.events("run_ended")[0].data["reason"]
         assert reason.count("\n  next: ") == 1 and then in reason
         first.stop()
+
+
+def test_nodes_that_do_not_meet_in_time_end_with_a_code_that_says_try_again(tmp_path: Path) -> None:
+    with Nodes(tmp_path, 2).node(1, join_s=1.0) as run:
+        run.start()
+        assert run.wait() == Exit.UNMET
+        (ended,) = run.events("run_ended")
+        assert ended.data["reason"].startswith("1 of 2 agents met within 1 s: node1 is at 127.0.7.2")
+        assert f"{run.settings.contacts[0]}: nobody listens there" in ended.data["reason"]
+        assert run.nothing_left()
+
+
+def test_a_first_contact_of_several_addresses_is_found_at_the_one_that_answers(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    contacts = [f"{address(number)}:{nodes.port}" for number in (8, 0)]
+    with (
+        nodes.node(0, *contacts, first_contacts=2) as first,
+        nodes.node(1, *contacts, first_contacts=2) as second,
+    ):
+        for run in (first, second):
+            run.start()
+        assert [run.wait() for run in (first, second)] == [0, 0]
+        assert first.events("founded") and not second.events("founded")
+
+
+def test_of_several_hosts_behind_one_name_one_founds_the_job(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    contacts = [f"{address(number)}:{nodes.port}" for number in (1, 0)]
+    with (
+        nodes.node(0, *contacts, first_contacts=2) as first,
+        nodes.node(1, *contacts, first_contacts=2) as second,
+    ):
+        for run in (second, first):
+            run.start()
+        assert [run.wait() for run in (first, second)] == [0, 0]
+        assert first.events("founded") and not second.events("founded")
+
+
+def test_who_meets_without_an_owner_of_the_first_contact_is_told(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    contacts = [f"{address(number)}:{nodes.port}" for number in (8, 0)]
+    with nodes.node(1, *contacts) as second, nodes.node(0, *contacts, join_s=5.0) as first:
+        second.start()
+        until("it listens", lambda: second.events("agent_started"))
+        first.start()
+        assert first.wait() == Exit.USAGE
+        reason = first.events("run_ended")[0].data["reason"]
+        assert "2 agents met, but none of them listens at the first contact" in reason and "--bind" in reason
+        second.stop()

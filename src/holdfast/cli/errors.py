@@ -29,6 +29,7 @@ from holdfast.errors import (
     AuthError,
     HoldfastError,
     InternalError,
+    NotMet,
     StoreError,
     UsageError,
     UserError,
@@ -65,6 +66,8 @@ def exit_code(error: HoldfastError) -> Exit:
     """The documented code of an error that ended a command."""
     if isinstance(error, UsageError):
         return Exit.USAGE
+    if isinstance(error, NotMet):
+        return Exit.UNMET
     if isinstance(error, UserError | StoreError | AuthError):
         return Exit.BAD_INPUT
     return Exit.INTERNAL if isinstance(error, InternalError) else Exit.FAILED

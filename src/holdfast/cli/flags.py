@@ -83,7 +83,8 @@ FLAGS: tuple[Flag, ...] = (
     _used("--rdzv-backend", "text", f"static or c10d, without effect: {_ONE_NODE}; etcd is refused", "static"),
     _used("--rdzv-endpoint", "text", "HOST:PORT, or several with commas: contacts instead of --master-addr"),
     _idle("--rdzv-id", "text", "the run is named by --run-id"),
-    _idle("--rdzv-conf", "text", _ONE_NODE),
+    _used("--rdzv-conf", "text", "join_timeout=S (or timeout=S): seconds within which the nodes have to meet, 120 by "
+          "default; other keys have no effect"),
     _idle("--standalone", "switch", "one node is always standalone here"),
     _used("--max-restarts", "whole", "faults allowed within --restart-window before the run ends", 16),
     _used("--monitor-interval", "number", "seconds between two looks at the workers' progress; exits are seen at "

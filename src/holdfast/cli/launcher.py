@@ -49,6 +49,7 @@ HINT = "next: "
 NEXT = {
     Exit.FAILED: "read the traceback: holdfast logs {run}",
     Exit.USAGE: "holdfast run --help",
+    Exit.UNMET: "start the same command again",
     Exit.BAD_INPUT: "read the error and change what it names: holdfast logs {run}",
     Exit.INTERNAL: "report it with the run's directory; holdfast status {run}",
     Exit.BUDGET: "holdfast status {run}  (the faults), then --max-restarts or --restart-window",

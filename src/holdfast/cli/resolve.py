@@ -16,22 +16,19 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from holdfast.cli.flags import BY_KEY, FLAGS
+from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_nodes, read_secret, shrink_to
 from holdfast.cli.placing import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
 from holdfast.core.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
-from holdfast.runtime.peers import address_towards
-from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import RunSettings, TargetKind, new_launch
 from holdfast.store.place import ROOT_VARIABLE, absolute
 
-DEFAULT_PORT = 29500
-RUN_HELP = "holdfast run --help"
 SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # before a job's time is over: Slurm's --signal=USR1@60
 _COUNT_DEVICES = {
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
@@ -71,7 +68,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     """
     notes = _refuse_and_note(values, given)
     values, given, rank_table, device_ids, told = place(values, given)
-    nodes = _nodes(values, given)
+    nodes = read_nodes(values, given)
     kind = _kind(values)
     _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
     target = find_target(kind, script)
@@ -91,10 +88,12 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         nproc=nproc,
         nnodes=nodes.least,
         nnodes_max=nodes.most,
-        nnodes_min=_shrink_to(values, nodes),
+        nnodes_min=shrink_to(values, nodes),
         node_rank=int(values["node_rank"]),
         node=nodes.node,
         contacts=nodes.contacts,
+        first_contacts=nodes.first_contacts,
+        join_s=nodes.join_s,
         bind=nodes.bind,
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
         master_addr=str(values["master_addr"]),
@@ -116,8 +115,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     )
     if not nodes.several:
         _check_address(settings, given)
-    notes += told + _node_notes(nodes, settings)
-    token = _token(values["token_file"], nodes)
+    notes += told + node_notes(nodes, settings)
+    token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)
 
@@ -140,7 +139,7 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
             hint="leave --rdzv-backend out",
         )
     if "rdzv_backend" in given:
-        notes.append(f"--rdzv-backend has no effect: {BY_KEY['rdzv_conf'].about}")
+        notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
     if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
         notes.append("--rdzv-endpoint has no effect: one node meets nobody")
     return tuple(notes)
@@ -155,156 +154,6 @@ def _refuse_other_bytes(words: Iterable[str]) -> None:
             raise UsageError(
                 f"{word!a} is not UTF-8", hint="rename it, or link to it by another name"
             ) from None
-
-
-class Nodes(NamedTuple):
-    """What the command line says about the nodes of the job."""
-
-    least: int
-    most: int
-    node: str
-    contacts: tuple[str, ...]
-    bind: str
-
-    @property
-    def several(self) -> bool:
-        """More than one node may take part."""
-        return self.most > 1
-
-
-def _nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
-    text = str(values["nnodes"])
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if match is None:
-        raise UsageError(f"--nnodes {text} is neither a number nor MIN:MAX", hint=RUN_HELP)
-    least, most = int(match[1]), int(match[2] or match[1])
-    if not 1 <= least <= most:
-        raise UsageError(f"--nnodes {text}: 1 <= MIN <= MAX is needed", hint=RUN_HELP)
-    number = int(values["node_rank"])
-    if not 0 <= number < most:
-        raise UsageError(
-            f"--node-rank {number} with --nnodes {text}: the numbers are 0 to {most - 1}",
-            hint="leave --node-rank out for one node",
-        )
-    if most == 1:
-        return Nodes(1, 1, "node0", (), "127.0.0.1")
-    node = f"node{number}"
-    if "node_rank" not in given and "rdzv_endpoint" in given:
-        host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
-        node = f"{host}-{secrets.token_hex(2)}"
-    asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
-    text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
-    names = [item.strip() for item in text.split(",") if item.strip()]
-    contacts = [_contact(name) for name in names]
-    own = [_means_here(*pair) for pair in zip(names, contacts, strict=True)]
-    if own[0] and not values["bind"]:
-        name, address = names[0].partition(":")[0], contacts[0].partition(":")[0]
-        raise UsageError(
-            f"the host {name} is {address} here, an address that no other host reaches",
-            hint="--bind ADDRESS: one of this host that the other hosts reach, and which the name means there",
-        )
-    bind = _bind(values["bind"], contacts[0])
-    reached = (
-        f"{bind}:{contact.rpartition(':')[2]}" if mine else contact
-        for mine, contact in zip(own, contacts, strict=True)
-    )
-    return Nodes(least, most, node, tuple(reached), bind)
-
-
-def _means_here(name: str, contact: str) -> bool:
-    """A host's own name that it takes for loopback, as on Debian: to the others it is another address of this host."""
-    host, address = name.partition(":")[0], contact.partition(":")[0]
-    return address.startswith("127.") and host not in (address, "localhost")
-
-
-def _shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
-    """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
-    least = int(values["shrink_to"])
-    if least == 0:
-        return 0
-    if not 0 < least < nodes.least:
-        raise UsageError(
-            f"--shrink-to {least} with {nodes.least} nodes that hold ranks: 1 to {nodes.least - 1} can be meant",
-            hint="leave --shrink-to out to wait for a node instead",
-        )
-    if values["framework"] != "torch":
-        raise UnsupportedError(
-            f"--shrink-to with --framework {values['framework']}: steps are run in parts by PyTorch's session only",
-            hint="leave --shrink-to out to wait for a node instead",
-        )
-    return least
-
-
-def _contact(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    host, port = (host, port) if colon else (text, str(DEFAULT_PORT))
-    try:
-        if not 0 < int(port) <= 65535:
-            raise ValueError
-        _refuse_ipv6(host)
-        return f"{socket.gethostbyname(host)}:{int(port)}"
-    except ValueError:
-        raise UsageError(f"{text} is not of the form HOST:PORT", hint="for example 10.0.0.1:29500") from None
-    except OSError as error:
-        raise UsageError(f"the host {host} is unknown: {error.strerror or error}",
-                         hint="check --master-addr or --rdzv-endpoint") from error  # fmt: skip
-
-
-def _refuse_ipv6(host: str) -> None:
-    """Raises: UnsupportedError."""
-    try:
-        found = {family for family, *_ in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return  # unknown: whoever asks for its address will say so
-    if found == {socket.AF_INET6}:
-        raise UnsupportedError(
-            f"{host} is an IPv6 address, or has no other: agents meet by IPv4", hint="give it an IPv4 address"
-        )
-
-
-def _bind(asked: str | None, contact: str) -> str:
-    host, _, port = contact.rpartition(":")
-    if asked:
-        _refuse_ipv6(asked)
-    try:
-        address = socket.gethostbyname(asked) if asked else address_towards(host, int(port))
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        raise UsageError(
-            f"{asked or host} ({'--bind' if asked else 'the first contact'}): {error.strerror or error}",
-            hint="--bind ADDRESS: one of this host that the other hosts reach",
-        ) from error
-    return address
-
-
-def _token(path: str | None, nodes: Nodes) -> bytes:
-    if path is None:
-        if nodes.several:
-            raise UsageError(
-                "several nodes need a common secret: --token-file is missing",
-                hint="umask 077; openssl rand -hex 32 > token; copy it to every host; --token-file token",
-            )
-        return b""
-    return read_token(Path(path))
-
-
-def _node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
-    if not nodes.several:
-        return ()
-    where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
-    spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
-    notes = [f"{where}; {nodes.least} nodes of {settings.nproc} workers{spares}"]
-    if nodes.bind.startswith("127."):
-        notes.append(
-            f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
-        )
-    if nodes.most == 2 and not settings.witness:
-        notes.append(
-            "two nodes are no majority of each other: when one is lost, the other one seals a checkpoint and "
-            "asks to be started again (--witness DIR lets it go on)"
-        )
-    return tuple(notes)
 
 
 def _kind(values: Mapping[str, Any]) -> TargetKind:

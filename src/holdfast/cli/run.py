@@ -10,7 +10,8 @@ from click.core import ParameterSource
 
 from holdfast.cli.finite import Finite
 from holdfast.cli.flags import FLAGS, Flag
-from holdfast.cli.resolve import RUN_HELP, resolve
+from holdfast.cli.nodes import RUN_HELP
+from holdfast.cli.resolve import resolve
 from holdfast.errors import AuthError, UsageError, UserError
 
 _TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}

@@ -140,7 +140,7 @@ class AgentDaemon:
             on_kv=self._keys.heard,
             on_here=self._keys.line_is_up,
             on_job=self._join_job,
-            on_end=self._refused_by_job,
+            on_end=self._without_job,
         )
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
@@ -315,9 +315,9 @@ class AgentDaemon:
         share_checkpoints(self._run, job)
         self._driver.post(JobFormed())
 
-    def _refused_by_job(self, reason: str) -> None:
-        self._journal.append("run_ended", {"code": int(Exit.USAGE), "cause": "USAGE", "reason": reason})
-        self._finish(int(Exit.USAGE))
+    def _without_job(self, code: Exit, reason: str) -> None:
+        self._journal.append("run_ended", {"code": int(code), "cause": code.name, "reason": reason})
+        self._finish(int(code))
 
     def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
         member_id = hello.member_id

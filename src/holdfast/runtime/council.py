@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from holdfast.core.council import (
 )
 from holdfast.core.election import Election, ElectionConfig, Kept
 from holdfast.core.ids import NodeId
+from holdfast.core.membership import node_order
 from holdfast.core.messages import (
     Command,
     ControllerHere,
@@ -44,6 +46,7 @@ from holdfast.core.messages import (
     VotersAre,
 )
 from holdfast.errors import InternalError, StoreError, UsageError
+from holdfast.exits import Exit
 from holdfast.journal import Journal
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.peers import Peers
@@ -56,7 +59,6 @@ from holdfast.store.place import Place, Url, place_of
 SILENT_ALONE_S = 15.0  # on one machine a silent controller is only busy, most of the time
 SILENT_S = 2.0
 GATHER_S = 2.0  # with enough nodes for the ranks there, wait so long for the spares
-FORM_S = 120.0
 POLL_S = 0.05
 CLAIM_SIZE_BYTES_MAX = 1 << 20
 
@@ -96,7 +98,7 @@ class Council:
         post: takes ControllerHere, ControllerGone and what the controller says.
         on_kv: (node, message) of another agent about the key-value store.
         on_job: the name of the job is known; workers may start after it.
-        on_end: this agent cannot take part: why.
+        on_end: this agent cannot take part: the code of its run, and why.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Council:
         on_kv: Callable[[NodeId, KvForward | KvBack], None],
         on_here: Callable[[NodeId], None],
         on_job: Callable[[str], None],
-        on_end: Callable[[str], None],
+        on_end: Callable[[Exit, str], None],
     ) -> None:
         self._run = run
         self._settings = settings
@@ -139,7 +141,7 @@ class Council:
                 journal,
                 on_message=self._heard,
                 on_here=self._here,
-                on_refused=on_end,
+                on_refused=partial(on_end, Exit.USAGE),
                 fail=self._driver.fail,
             )
 
@@ -181,7 +183,7 @@ class Council:
             try:
                 await peers.listen()
             except UsageError as error:
-                self._on_end(str(error))
+                self._on_end(Exit.USAGE, str(error))
                 return
             peers.begin()
         endpoint = await self._link.join_local()
@@ -201,28 +203,40 @@ class Council:
     async def _form(self, peers: Peers) -> None:
         """Wait for the others: as founder until the nodes are there, as anybody else until the job has a name."""
         settings = self._settings
-        founds = peers.founds()
-        deadline = time.monotonic() + FORM_S
-        enough_s = 0.0
+        deadline = time.monotonic() + settings.join_s
+        enough_s, founds = 0.0, False
         while not peers.job:
             here = len(peers.here)
-            if founds and here >= settings.nnodes:
+            if peers.founds() and here >= settings.nnodes:
                 enough_s = enough_s or time.monotonic()
                 if here >= settings.nnodes_max or time.monotonic() - enough_s > GATHER_S:
+                    founds = True
                     self._journal.append("founded", {"voters": [str(n) for n in sorted(peers.here)]})
                     peers.name_job(settings.saves_as)
                     break
             if time.monotonic() > deadline:
-                where = f"{settings.node} is at {settings.bind}, first contact {settings.contacts[0]}"
-                self._on_end(
-                    f"{here} of {settings.nnodes} agents met within {FORM_S:g} s: {where}{peers.turned_away}\n"
-                    "  next: the same command on every host, within that time; is the port open between them?"
-                )
+                self._on_end(*self._not_met(peers))
                 return
             await asyncio.sleep(POLL_S)
         self._on_job(peers.job)
         if founds:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
+
+    def _not_met(self, peers: Peers) -> tuple[Exit, str]:
+        """The code of a job that was not formed in time, and why."""
+        settings, here = self._settings, peers.here
+        first = ", ".join(settings.contacts[: settings.first_contacts])
+        where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
+        if len(here) >= settings.nnodes:
+            return Exit.USAGE, (
+                f"{len(here)} agents met, but none of them listens at the first contact: {where}\n"
+                "  next: on the host of the first contact --bind the address that the others know it by"
+            )
+        met = f" ({', '.join(map(str, sorted(here, key=node_order)))})" if len(here) > 1 else ""
+        return Exit.UNMET, (
+            f"{len(here)} of {settings.nnodes} agents met within {settings.join_s:g} s{met}: {where}\n"
+            "  next: the same command on every host, within that time; is the port open between them?"
+        )
 
     # ---------------------------------------------------------------- in
 

@@ -17,6 +17,7 @@ import msgspec
 
 from holdfast.core.council import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
 from holdfast.core.ids import NodeId
+from holdfast.core.membership import node_order
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
@@ -70,6 +71,7 @@ class Peers:
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
         self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
+        self._unreached: dict[tuple[str, int], str] = {}  # why the last dial to it failed
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
@@ -99,9 +101,9 @@ class Peers:
                 if port == 0:
                     raise
         peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
-        host, port = contacts[0]
-        if not self.job and host == peer.host and port != bound:
-            await self._check_neighbour(host, port)
+        for host, port in self._first:
+            if not self.job and host == peer.host and port != bound:
+                await self._check_neighbour(host, port)
         return peer
 
     async def _check_neighbour(self, host: str, port: int) -> None:
@@ -116,9 +118,17 @@ class Peers:
             ) from None
 
     def founds(self) -> bool:
-        """This agent owns the first contact: it says who the first voters are."""
-        me = self.known[self.me]
-        return (me.host, me.port) == _split(self._settings.contacts)[0]
+        """This agent owns the first contact: it says who the first voters are.
+
+        Of several hosts behind one name the first one in the order of nodes does.
+        """
+        owners = (n for n, peer in self.known.items() if (peer.host, peer.port) in self._first)
+        return min(owners, key=node_order, default=None) == self.me
+
+    @property
+    def _first(self) -> list[tuple[str, int]]:
+        """Every address of the first contact."""
+        return _split(self._settings.contacts)[: self._settings.first_contacts]
 
     def begin(self) -> None:
         """Dial until everybody who is known has a line."""
@@ -171,8 +181,10 @@ class Peers:
         except AuthError as error:
             hint = "\n  next: one token file, the same on every host: --token-file"
             self._turned_away((host, port), f"{error.message} ({host}:{port}){hint}")
-        except (OSError, ProtocolError):
-            return  # it is not up yet, or gone: dialled again
+        except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
+            self._unreached[host, port] = _why(error)
+        else:
+            self._unreached.pop((host, port), None)
 
     def _turned_away(self, address: tuple[str, int], reason: str) -> None:
         if not self.job:
@@ -183,10 +195,12 @@ class Peers:
         self._refused[address] = time.monotonic() + REFUSED_S
 
     @property
-    def turned_away(self) -> str:
-        """Who was at the door without the token of the job; empty: nobody."""
-        count = self._hub.refused["token"]
-        return f"; {count} connections with another token were refused" if count else ""
+    def trouble(self) -> str:
+        """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
+        said = [f"{host}:{port}: {why}" for (host, port), why in sorted(self._unreached.items())]
+        if count := self._hub.refused["token"]:
+            said.append(f"{count} connections with another token were refused")
+        return "".join(f"; {each}" for each in said)
 
     def _greet(self, channel: Channel[PeerMessage]) -> None:
         settings, known = self._settings, tuple(self.known.values())
@@ -296,6 +310,15 @@ class Peers:
 
 def _read_peers(run: RunDir) -> list[Peer]:
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
+
+
+def _why(error: Exception) -> str:
+    """Why a dial failed, in a word."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return str(error)
 
 
 def _split(contacts: tuple[str, ...]) -> list[tuple[str, int]]:

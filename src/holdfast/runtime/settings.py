@@ -16,6 +16,7 @@ from holdfast.runtime.frameworks import FrameworkName
 from holdfast.runtime.rundir import write_private
 
 SETTINGS_FILE = "run.json"
+JOIN_S = 120.0
 
 TargetKind = Literal["script", "module", "executable"]
 
@@ -56,6 +57,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``
     # "host:port" of agents to ask first; the owner of the first one founds the job.
     contacts: tuple[str, ...] = ()
+    first_contacts: int = 1  # so many of them are addresses of the first one
+    join_s: float = JOIN_S  # the nodes meet within this
     bind: str = "127.0.0.1"  # where this node listens for others
     witness: str = ""  # place on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
