@@ -30,7 +30,9 @@ line prints it on a line of its own, after the log path.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of an ``OSError`` that say that a disk, or a quota, is full."""
@@ -51,6 +53,16 @@ class HoldfastError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  next: {self.hint}" if self.hint else self.message
+
+
+@contextlib.contextmanager
+def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
+    """What to do next, for errors of this kind that do not say it."""
+    try:
+        yield
+    except kind as error:
+        error.hint = error.hint or hint
+        raise
 
 
 class UserError(HoldfastError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -188,6 +189,69 @@ def test_an_output_whose_name_cannot_be_shown_is_refused(
     for name in ("a\nb", "a\x1b[31m", "a\udcff"):
         code, _, err = run(capsys, "merge", f"{root}@10", str(tmp_path / name))
         assert code == 3 and "next: " in err and [p.name for p in tmp_path.iterdir()] == ["root"]
+
+
+def test_commands_to_copy_are_quoted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = tmp_path / "my root"
+    root.rename(odd)
+    save(odd, WORLD, save_id(50), copies=2)
+    damaged = odd / save_id(50).directory()
+    flip(damaged / "copy-catalogue.json", 60)
+    whole = shlex.quote(str(odd))
+    for command in (
+        ["verify", str(damaged)], ["verify", f"{odd}@7"], ["verify", str(odd / save_id(20).directory())],
+        ["repair", f"{odd}@20"], ["ls", str(damaged)],
+    ):  # fmt: skip
+        _, out, err = run(capsys, *command)
+        (line,) = [line for line in (out + err).splitlines() if line.startswith("  next: ")]
+        assert line.count("my root") == line.count(f"{whole[:-1]}/") + line.count(whole), line
+
+
+def test_a_file_is_no_checkpoint(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.pt").write_bytes(b"x")
+    for command in (["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]):
+        code, _, err = run(capsys, command[0], str(tmp_path / "a.pt"), *command[1:])
+        assert code == 2 and "a.pt is a file" in err and "next: " in err
+    code, _, err = run(capsys, "verify", str(shard(root, 10)))
+    assert code == 2 and f"next: name its directory: {shard(root, 10).parent}" in err
+
+
+def test_a_directory_in_place_of_a_file_is_told_with_what_to_do(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(root, WORLD, save_id(50), copies=2)
+    path = root / save_id(50).directory()
+    (path / "copy-catalogue.json").unlink()
+    (path / "copy-catalogue.json").mkdir()
+    code, _, err = run(capsys, "repair", str(path))
+    assert code == 3 and "Is a directory" in err and "next: a directory has the name of this file" in err
+
+
+def test_prune_says_why_something_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "prune", str(root), "--keep", "9", "--dry-run")
+    assert code == 0 and out.splitlines()[-1] == f"nothing to remove below {root}"
+    save(root, WORLD, save_id(5, run="other"))
+    code, out, _ = run(capsys, "prune", str(root), "--keep", "1", "--grace-s", "60")
+    (line,) = [line for line in out.splitlines() if save_id(5, run="other").directory() in line]
+    assert (
+        code == 0
+        and line.startswith("spared")
+        and line.endswith("the newest of its run, and younger than 60 s")
+    )
+
+
+def test_outputs_are_as_the_umask_says(root: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert answer(["ckpt", "merge", f"{root}@10", str(tmp_path / "one")]) == 0
+        assert (
+            answer(["ckpt", "merge", f"{root}@10", str(tmp_path / "parts"), "--max-shard-size", "100"]) == 0
+        )
+    finally:
+        os.umask(before)
+    made = [tmp_path / "one", *(tmp_path / "parts").iterdir()]
+    assert len(made) > 3 and {path.stat().st_mode & 0o777 for path in made} == {0o640}
+    assert (tmp_path / "parts").stat().st_mode & 0o777 == 0o750
 
 
 def test_nothing_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.adapters.torch.imports import import_checkpoint
@@ -118,6 +119,7 @@ def test_another_head_on_request(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch) as refused:
         holdfast.load(path, mine)
     assert "(3 differences)" in str(refused.value) and "missing: extra" in str(refused.value)
+    assert "optional=['head.*']" in refused.value.hint
     with pytest.raises(CheckpointMismatch, match=r"\(2 differences\)"):
         holdfast.load(path, mine, strict=False)
     with pytest.raises(CheckpointMismatch, match=r"\(1 differences\)"):
@@ -156,6 +158,24 @@ def test_newer_checkpoints_that_are_passed_over_are_said(
     assert equal(model, state)
     assert f"{newer} is newer and was passed over" in caplog.text
     assert f"holdfast ckpt repair --dry-run {newer}" in caplog.text
+
+
+def test_what_was_healed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=8)
+    with holdfast.session(model=model, optimizer=optimizer, checkpoint=tmp_path / "a", copies=2) as s:
+        for step in s.steps(loader, until=1):
+            with step as (x,):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = (tmp_path / "a").iterdir()
+    flip(path / "catalogue.json", 60)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        report = holdfast.load(path, net())
+    assert len(report.healed) == 1 and f"{path / 'catalogue.json'}: " in caplog.text
+    assert f"another copy was used; next: holdfast ckpt repair --dry-run {path}" in caplog.text
 
 
 def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

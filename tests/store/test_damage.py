@@ -46,6 +46,21 @@ def saved(tmp_path: Path) -> tuple[Path, World]:
     return tmp_path / save_id().directory(), world
 
 
+def test_what_is_said_of_a_hole_is_what_made_it(tmp_path: Path) -> None:
+    """Other damage, which a copy makes up for, is found first, and is not the reason."""
+    world = replicated(2, {name: random_array((20, 10), "float32", n) for n, name in enumerate("ab")})
+    save(tmp_path, world, save_id(), copies=2)
+    path = tmp_path / save_id().directory()
+    shards = sorted(path.glob("shard-*"))
+    pristine = {shard: shard.read_bytes() for shard in shards}
+    flip(shards[0], pristine[shards[0]].index(world.arrays["a"].tobytes()))
+    assert load(path, world)
+    for shard in shards:
+        flip(shard, pristine[shard].index(world.arrays["b"].tobytes()))
+    found = inspect(path, deep=True)
+    assert not found.valid and "of b[0:20, 0:10] do not match" in found.reason, found.reason
+
+
 def test_one_bit_flipped_anywhere_in_any_file_is_found(saved: tuple[Path, World]) -> None:
     path, world = saved
     for file in sorted(path.iterdir()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -26,7 +27,7 @@ from holdfast.store.place import Place, place_of
 from holdfast.store.policy import retention
 from holdfast.store.reader import load_catalogue, load_values
 from holdfast.store.repair import Repaired, repair
-from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, repair_command
+from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
 
@@ -115,7 +116,7 @@ def verify(checkpoint: str, as_json: bool) -> int:
         for line in judged.damage:
             click.echo(f"  damaged, a copy makes up for it: {line}")
         if judged.damage:
-            click.echo(f"  next: holdfast ckpt repair {path}")
+            click.echo(f"  next: holdfast ckpt repair {shlex.quote(str(path))}")
     return 0
 
 
@@ -236,7 +237,11 @@ def export(
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
 @json_option
 def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
-    """Write SOURCE (a torch.save file, a torch DCP directory or a .safetensors file) as a checkpoint below ROOT."""
+    """Write SOURCE as a checkpoint below ROOT.
+
+    SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, or a directory with model.safetensors or
+    model.safetensors.index.json.
+    """
     _needs_torch()
     from holdfast.adapters.torch.imports import import_checkpoint
 
@@ -271,6 +276,8 @@ def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool,
         click.echo(f"{'would remove' if dry_run else 'removed'} {place / name}")
     for name, reason in done.spared.items():
         click.echo(f"spared {place / name}: {reason}")
+    if not done.removed:
+        click.echo(f"nothing to remove below {place}")
     return 0
 
 
@@ -319,7 +326,7 @@ def _checkpoint(text: str) -> Iterator[Place]:
         yield found.path
     except CheckpointInvalid as error:
         error.hint = error.hint or (
-            f"{repair_command(found.path)}  (or another one: holdfast ckpt ls {found.path.parent})"
+            f"{repair_command(found.path)}  (or another one: {list_command(found.path.parent)})"
         )
         raise
 
@@ -350,7 +357,7 @@ def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
     try:
         return last, repair(last, dry_run=dry_run)
     except CheckpointInvalid as error:
-        error.hint = error.hint or f"it cannot be rebuilt; another one: holdfast ckpt ls {last.parent}"
+        error.hint = error.hint or f"it cannot be rebuilt; another one: {list_command(last.parent)}"
         raise
 
 
@@ -359,10 +366,12 @@ def _root(text: str) -> Root:
     place = place_of(text)
     if isinstance(place, Path) and not place.exists():
         raise UsageError(f"{place} does not exist", hint="name the directory that the session saves to")
+    if isinstance(place, Path) and place.is_file():
+        raise UsageError(f"{place} is a file", hint="name the directory that the session saves to")
     if is_attempt(place):
         raise UsageError(
             f"{place} is a checkpoint, not a directory of them",
-            hint=f"holdfast ckpt show {place}, or its directory: holdfast ckpt ls {place.parent}",
+            hint=f"holdfast ckpt show {shlex.quote(str(place))}, or its directory: {list_command(place.parent)}",
         )
     return Root(place)
 

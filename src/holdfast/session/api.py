@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.errors import CheckpointInvalid, UsageError, hinted
 
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
@@ -117,14 +117,15 @@ def load(
     Raises:
         UsageError: ``path`` does not exist, or an argument of the wrong type.
         NothingToResume: no valid checkpoint is there.
-        CheckpointInvalid: damaged; the model is unchanged.
+        CheckpointInvalid: what the model needs of it is damaged, without a copy; the model is unchanged.
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
     from holdfast.adapters.torch.state import TorchState
     from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
+    from holdfast.store.local import threads_of_rank
     from holdfast.store.reader import Target, load_catalogue, load_into, opened
     from holdfast.store.root import find, repair_command
-    from holdfast.store.validity import inspect
+    from holdfast.store.validity import check_contents
 
     patterns = _patterns(optional)
     configure_logging()
@@ -132,13 +133,9 @@ def load(
     meant = find(path)
     for note in meant.notes():
         log.warning("holdfast: %s", note)
-    found = meant.path
-    judged = inspect(found, deep=True)
-    if not judged.valid:
-        raise CheckpointInvalid(judged.reason, hint=repair_command(found))
     state = TorchState(model, {})
     ours = state.names.extra.keys()
-    with opened(found) as source:
+    with hinted(CheckpointInvalid, repair_command(meant.path)), opened(meant.path) as source:
         catalogue, saved = load_catalogue(source), joined_values(source)
         values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
         values["modules"] = saved.get("modules", {})
@@ -147,6 +144,7 @@ def load(
         wanted = {target.fqn for target in targets}
         known = beside_the_model(catalogue.by_fqn, saved) - wanted
         theirs = extra_states(saved)
+        check_contents(source.directory, source.index, threads_of_rank(), names=wanted)
         report = load_into(
             source,
             targets,
@@ -159,6 +157,8 @@ def load(
             check=restore.check,
         )
     restore.finish(report.untouched)
+    for healed in report.healed:
+        log.warning("holdfast: %s (another copy was used; next: %s)", healed, repair_command(meant.path))
     return report
 
 

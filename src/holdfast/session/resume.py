@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast.adapters.base import Adapter
+from holdfast.adapters.imported import import_id
 from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
 from holdfast.core.ids import MEMORY
 from holdfast.errors import (
@@ -61,6 +62,12 @@ class Resumed(NamedTuple):
     session: Mapping[str, Any]
     local: Mapping[str, Any]
     begun: bool = False
+
+    @property
+    def caveat(self) -> str:
+        """What a user should know of it."""
+        imported = self.step and self.path.name == import_id(self.step).directory()
+        return " (imported without a place in the data: the loader begins at its start)" if imported else ""
 
 
 class Candidates(NamedTuple):

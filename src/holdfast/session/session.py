@@ -179,7 +179,7 @@ class Session:
             return
         found = self._resumed
         self._stand_at(found)
-        self._say(f"holdfast: resumed at step {found.step} from {found.path}")
+        self._say(f"holdfast: resumed at step {found.step} from {found.path}{found.caveat}")
         if found.session.get("seed") != self._settings.seed:
             log.warning(
                 "holdfast: the checkpoint was written with seed %s, this run has %d: random numbers will differ",

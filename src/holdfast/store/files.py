@@ -7,7 +7,8 @@ and no symbolic link is followed below it, so a hostile manifest or a swapped li
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
-2. Files are 0600, directories 0700, also the root, where it is made here.
+2. Files are 0600, directories 0700, also the root, where it is made here; what is made for other programs is as the
+   umask says.
 3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
    :class:`CheckpointInvalid`, both with the path.
 """
@@ -29,6 +30,8 @@ from holdfast.store.base import Closes
 from holdfast.store.place import Place
 
 NAME_SIZE_BYTES_MAX = 255
+PRIVATE = 0o600
+SHARED = 0o666
 TEMPORARY_PREFIX = ".tmp-"
 IOVECS_MAX = 512
 _HINTS = {
@@ -39,6 +42,7 @@ _HINTS = {
     errno.EACCES: "make the directory writable, or choose another one",
     errno.EPERM: "make the directory writable, or choose another one",
     errno.ENOTDIR: "choose a directory, not a file",
+    errno.EISDIR: "a directory has the name of this file: move it away",
     errno.EEXIST: "something of this name is there already: choose another name",
     errno.ENOTEMPTY: "something of this name is there already: choose another name",
 }
@@ -186,27 +190,31 @@ class Directory(Closes):
         finally:
             os.close(fd)
 
-    def write(self, name: str, data: bytes, owner: str, *, later: bool = False) -> None:
+    def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
         """Make a file appear whole and durable; the directory is synced too. ``owner`` makes the temporary unique.
 
         Args:
             later: only in :meth:`publish`, together with others.
+            mode: permissions, less the umask.
 
         Raises:
             StoreWriteError: it cannot be written; nothing visible has changed.
         """
-        with self.temporary(name, owner, later=later) as fd:
+        with self.temporary(name, owner, later=later, mode=mode) as fd:
             write_at(fd, 0, memoryview(data), self.path / name)
         if not later:
             self.sync()
 
     @contextlib.contextmanager
-    def temporary(self, name: str, owner: str, *, later: bool = False, replace: bool = True) -> Iterator[int]:
+    def temporary(
+        self, name: str, owner: str, *, later: bool = False, replace: bool = True, mode: int = PRIVATE
+    ) -> Iterator[int]:
         """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
 
         Args:
             later: only in :meth:`publish`, together with others.
             replace: what has this name by then; otherwise that is an error.
+            mode: permissions, less the umask.
 
         Raises:
             StoreWriteError: it cannot be written; then the temporary file is gone.
@@ -214,7 +222,7 @@ class Directory(Closes):
         hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(self.path / name):
-            new = _New(hidden, name, os.open(hidden, flags, 0o600, dir_fd=self.fd), replace)
+            new = _New(hidden, name, os.open(hidden, flags, mode, dir_fd=self.fd), replace)
         try:
             yield new.fd
         except BaseException:

@@ -453,7 +453,8 @@ class _Differences(msgspec.Struct):
             + (f"\n  ... and {more} more" if more > 0 else ""),
             hint="holdfast.load(path, model, cast=True) converts weights"
             if len(other) == len(lines) and self.convertible.issuperset(other)
-            else "load it into the model that wrote it, or choose another checkpoint directory",
+            else "load it into the model that wrote it, choose another checkpoint directory, or take what fits: "
+            "holdfast.load(path, model, strict=False, optional=['head.*'])",
         )
 
 

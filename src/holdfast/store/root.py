@@ -62,7 +62,7 @@ class Choice(msgspec.Struct, frozen=True):
         """
         if self.chosen is not None:
             return self.chosen
-        look = f"holdfast ckpt ls {self.root}"
+        look = list_command(self.root)
         if self.repairable:
             look = f"{repair_command(self.repairable[0].path)}  (or look at all: {look})"
         raise NothingToResume(f"no valid checkpoint in {self.root}{self._why()}", hint=look)
@@ -167,16 +167,17 @@ class Root:
         valid = [v for v in attempts if v.valid]
         if not valid:
             return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
-        kept = policy(valid)
-        kept.add(valid[0].path)
+        kept = {*policy(valid), valid[0].path}
+        spared: dict[str, str] = {}
         if lineage is None:
-            kept |= {v.path for v in self._newest_of_runs(valid) if self._store.age_s(v.name) < grace_s}
+            for found in self._newest_of_runs(valid):
+                if found.path not in kept and self._store.age_s(found.name) < grace_s:
+                    spared[found.name] = f"the newest of its run, and younger than {grace_s:g} s"
         past = self._past(attempts, valid)
         removed: list[str] = []
-        spared: dict[str, str] = {}
         for found in attempts:
             name = found.name
-            if found.path in kept:
+            if found.path in kept or name in spared:
                 continue
             if not found.valid and name not in past and self._store.age_s(name) < grace_s:
                 spared[name] = f"unfinished and younger than {grace_s:g} s"
@@ -241,6 +242,11 @@ def repair_command(path: Place | str) -> str:
     return f"holdfast ckpt repair --dry-run {shlex.quote(str(path))}"
 
 
+def list_command(root: Place | str) -> str:
+    """What shows all attempts below a root."""
+    return f"holdfast ckpt ls {shlex.quote(str(root))}"
+
+
 def resolve(spec: Place | str | os.PathLike[str]) -> Place:
     """The path alone of what :func:`find` finds."""
     return find(spec).path
@@ -271,11 +277,24 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
             f"{spec!r}: neither text nor a path", hint="name a checkpoint, or a directory of them"
         )
     place, at = _place_and_step(str(spec) if isinstance(spec, Url) else os.fspath(spec))
-    if isinstance(place, Path) and not place.exists():
+    if isinstance(place, Path):
+        _check_directory(place)
+    return place if is_attempt(place) else Root(place).newest_valid(at)
+
+
+def _check_directory(place: Path) -> None:
+    """Raises: UsageError: nothing is there, or a file is, which may be one of a checkpoint."""
+    if not place.exists():
         raise UsageError(
             f"{place} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP"
         )
-    return place if is_attempt(place) else Root(place).newest_valid(at)
+    if place.is_file():
+        raise UsageError(
+            f"{place} is a file, not a checkpoint directory",
+            hint=f"name its directory: {place.absolute().parent}"
+            if is_attempt(place.absolute().parent)
+            else "name a checkpoint directory, its root, or ROOT@STEP; other programs' files: holdfast ckpt import",
+        )
 
 
 def is_attempt(place: Place) -> bool:

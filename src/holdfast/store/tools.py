@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from math import prod
@@ -23,7 +22,15 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.store.codec import encode_header
-from holdfast.store.files import TEMPORARY_PREFIX, Directory, new_owner, sync_directory, write_at, writing
+from holdfast.store.files import (
+    SHARED,
+    TEMPORARY_PREFIX,
+    Directory,
+    new_owner,
+    sync_directory,
+    write_at,
+    writing,
+)
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
 from holdfast.store.place import Place
 from holdfast.store.reader import Loader, Opened, load_catalogue, opened
@@ -31,6 +38,7 @@ from holdfast.store.reader import Loader, Opened, load_catalogue, opened
 THREADS = 4
 SLAB_SIZE_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -112,7 +120,7 @@ def _merge_directory(
         size_bytes += tensor.size_bytes
     made = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
-        made = ["model.safetensors"]
+        made = [WEIGHTS_NAME]
     with new_directory(target) as hidden, Directory.open(hidden) as directory:
         for name, group in zip(made, groups, strict=True):
             _merge_file(loader, group, directory, name, progress)
@@ -121,7 +129,10 @@ def _merge_directory(
             total = sum(t.size_bytes for t in tensors)
             listing = {"metadata": {"total_size": total}, "weight_map": weights}
             directory.write(
-                INDEX_NAME, msgspec.json.format(msgspec.json.encode(listing), indent=1), new_owner("merge")
+                INDEX_NAME,
+                msgspec.json.format(msgspec.json.encode(listing), indent=1),
+                new_owner("merge"),
+                mode=SHARED,
             )
             made.append(INDEX_NAME)
     return made
@@ -151,7 +162,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     """
     parent = parent_of_new(target)
     with writing(target):
-        hidden = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{target.name}-", dir=parent))
+        hidden = parent / f"{TEMPORARY_PREFIX}{new_owner(target.name)}"
+        hidden.mkdir()
     try:
         yield hidden
         with writing(target):
@@ -173,7 +185,7 @@ def _merge_file(
     """One output file with these tensors."""
     entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
     head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
-    with directory.temporary(name, new_owner("merge"), replace=False) as fd:
+    with directory.temporary(name, new_owner("merge"), replace=False, mode=SHARED) as fd:
         write_at(fd, 0, memoryview(head), directory.path / name)
         for place in header.tensors:
             offset = place.start

@@ -260,11 +260,14 @@ def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
     return False, [f"{directory.path / form.SEAL_NAME}: does not match the manifests"]
 
 
-def check_coverage(index: Index, where: Place, bad: Mapping[int, Collection[int]]) -> None:
+def check_coverage(
+    index: Index, where: Place, bad: Mapping[int, Mapping[int, str]], names: Collection[str] | None = None
+) -> None:
     """Refuse a checkpoint whose intact extents leave a hole in a tensor of the catalogue.
 
     Args:
-        bad: numbers of the damaged extents by the ``id`` of their ``Stored``.
+        bad: the damaged extents by the ``id`` of their ``Stored``: number, and the line that names it.
+        names: of the tensors that count; all by default.
 
     Raises:
         CheckpointInvalid: names the damage behind the hole, or the hole.
@@ -273,12 +276,16 @@ def check_coverage(index: Index, where: Place, bad: Mapping[int, Collection[int]
     if absent:
         raise CheckpointInvalid(f"{where / form.CATALOGUE_NAME}: no layout of rank(s) {list(absent)[:8]}")
     for tensor in index.catalogue.tensors:
+        if names is not None and tensor.fqn not in names:
+            continue
         boxes: list[Box] = []
+        lines: list[str] = []
         for stored in index.boxes.get(tensor.fqn, ()):
             wrong = bad.get(id(stored))
             if wrong is None:
                 boxes.append(stored.record.box)
             else:
+                lines += wrong.values()
                 for n, (start, size_bytes, _) in enumerate(stored.extents()):
                     boxes += () if n in wrong else stored.regions(start, size_bytes)
         try:
@@ -286,14 +293,23 @@ def check_coverage(index: Index, where: Place, bad: Mapping[int, Collection[int]
         except StateError as error:
             raise CheckpointInvalid(f"{where}: tensor {tensor.fqn!r}: {error.message}") from error
         if holes:
-            cause = f" ({index.damage[0]})" if index.damage else ""
-            raise CheckpointInvalid(f"{where}: no intact copy of {tensor.fqn}{holes[0]}{cause}")
+            cause = next(iter((*lines, *index.damage)), "")
+            raise CheckpointInvalid(
+                f"{where}: no intact copy of {tensor.fqn}{holes[0]}" + (f" ({cause})" if cause else "")
+            )
 
 
 def check_contents(
-    directory: Attempt, index: Index, threads: int, progress: Progress = _quiet
+    directory: Attempt,
+    index: Index,
+    threads: int,
+    progress: Progress = _quiet,
+    names: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Hash every extent of every intact file; returns what is damaged.
+    """Look at the header of every intact file and hash every extent; returns what is damaged.
+
+    Args:
+        names: of the tensors whose extents count; all by default.
 
     Raises:
         CheckpointInvalid: what is left does not cover the catalogue.
@@ -302,18 +318,19 @@ def check_contents(
     for stored in (s for boxes in index.boxes.values() for s in boxes):
         by_file.setdefault(stored.name, []).append(stored)
     damage: list[str] = []
-    bad: dict[int, Collection[int]] = {}
+    bad: dict[int, Mapping[int, str]] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-verify") as pool:
         for name, boxes in sorted(by_file.items()):
+            wanted = [s for s in boxes if names is None or s.record.fqn in names]
             with directory.open_file(name) as file:
                 damage += _check_header(file, boxes)
-                checks = pool.map(partial(bad_extents, file, progress=progress), boxes)
-                for stored, found in zip(boxes, checks, strict=True):
+                checks = pool.map(partial(bad_extents, file, progress=progress), wanted)
+                for stored, found in zip(wanted, checks, strict=True):
                     damage += found.values()
                     if found:
-                        bad[id(stored)] = found.keys()
+                        bad[id(stored)] = found
     if damage:
-        check_coverage(msgspec.structs.replace(index, damage=tuple(damage)), directory.path, bad)
+        check_coverage(msgspec.structs.replace(index, damage=tuple(damage)), directory.path, bad, names)
     return tuple(damage)
 
 

@@ -28,7 +28,7 @@ from holdfast.adapters.torch.scratch import scratch_tensors
 from holdfast.adapters.values import Plain, join
 from holdfast.adapters.weights import is_sessions, joined_values, weights, weights_of
 from holdfast.errors import CheckpointInvalid, StoreWriteError
-from holdfast.store.files import Directory, new_owner
+from holdfast.store.files import SHARED, Directory, new_owner
 from holdfast.store.layout import Box
 from holdfast.store.place import Place
 from holdfast.store.reader import Opened, Target, load_into, opened
@@ -78,7 +78,7 @@ def export_checkpoint(
         state = _state(source, parent, progress)
     if to == "torch":
         with Directory.open(parent) as directory:
-            with directory.temporary(goal.name, new_owner("export"), replace=False) as fd:
+            with directory.temporary(goal.name, new_owner("export"), replace=False, mode=SHARED) as fd:
                 _write_file(state, fd, goal)
             directory.sync()
     else:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ def import_checkpoint(
 
     Args:
         source: a ``torch.save`` file or DCP directory of a module's state dict, or of a dict with ``model``,
-            ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights.
+            ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights, or a directory of them in
+            Hugging Face's form.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; by default what the file says (``step`` or ``global_step``), 0 for weights alone.
         progress: called with the total size in bytes of what is written; what it returns, with that of each part.
@@ -163,23 +164,52 @@ class _Parts:
             return {key: self._fqn(key) for key in flat}
         given = [list(group.get("param_names", ())) for group in groups]
         fqns = [self._fqn(fqn) for fqns in given for fqn in fqns]
-        if len(fqns) != len(flat) or not all(fqns):
-            fqns = list(self.model)
         shapes = {
             str(key): {tuple(v.shape) for v in item.values() if isinstance(v, torch.Tensor) and v.ndim}
             for key, item in state.items()
         }
-        sound = len(fqns) == len(flat) and sorted(flat) == sorted(set(flat))
-        for key, fqn in zip(flat, fqns, strict=False):
-            sound = sound and shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
-        if not sound:
+        found = self._fitting(flat, fqns, shapes) if len(fqns) == len(flat) and all(fqns) else None
+        if found is None:
+            trained = [fqn for fqn, tensor in self.model.items() if _may_be_trained(fqn, tensor)]
+            found = self._fitting(flat, trained, shapes) or self._dealt(keys, trained, shapes)
+        if found is None or len(flat) != len(set(flat)):
             raise UsageError(
                 f"optimizer {name!r}: its state is by number ({len(flat)} parameters), and which of the "
                 f"{len(self.model)} tensors of the model they are cannot be told",
                 hint="make the optimizer from model.named_parameters(), or save "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
             )
-        return dict(zip(flat, fqns, strict=True))
+        return found
+
+    def _fitting(
+        self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
+    ) -> dict[str, str] | None:
+        """One name for each key, in this order, when all shapes fit."""
+        if len(keys) != len(fqns) or any(
+            not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
+            for key, fqn in zip(keys, fqns, strict=True)
+        ):
+            return None
+        return dict(zip(keys, fqns, strict=True))
+
+    def _dealt(
+        self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
+    ) -> dict[str, str] | None:
+        """Names dealt out to groups that each keep the model's order (those with weight decay, those without).
+
+        The next name must fit the next parameter of exactly one group: with a choice there is doubt.
+        """
+        rest = [[str(key) for key in reversed(members)] for members in groups]
+        found: dict[str, str] = {}
+        for fqn in fqns:
+            fits = [
+                keys for keys in rest
+                if keys and shapes.get(keys[-1], set()) <= {tuple(self.model[fqn].shape)}
+            ]  # fmt: skip
+            if len(fits) != 1:
+                return None
+            found[fits[0].pop()] = fqn
+        return None if any(rest) else found
 
     def _fqn(self, name: str) -> str:
         """The first name of a tensor; empty when the model has none of this name, wrapped or not."""
@@ -264,6 +294,12 @@ def _own_names(keys: Iterable[str]) -> list[str]:
     while names and all(name.startswith(WRAPPER) for name in names):
         names = [name.removeprefix(WRAPPER) for name in names]
     return names if len(set(names)) == len(given) else given
+
+
+def _may_be_trained(fqn: str, tensor: torch.Tensor) -> bool:
+    """False for what is no parameter of an optimizer: integers, and what normalization layers count."""
+    counted = fqn.rpartition(".")[2] in ("running_mean", "running_var")
+    return not counted and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _named(saved: Any, sign: str) -> dict[str, Any]:

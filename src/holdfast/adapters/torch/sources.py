@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast.adapters.torch.boxes import TORCH_DTYPES
@@ -23,14 +24,21 @@ from holdfast.adapters.torch.keys import restore_keys
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.codec import StoredTensor, decode_header, header_size_bytes
 from holdfast.store.files import make_root, reading, writing
+from holdfast.store.tools import INDEX_NAME, WEIGHTS_NAME
 
-KINDS = "a torch.save file, a torch DCP directory, or a .safetensors file of weights"
+KINDS = "a torch.save file, a torch DCP directory, or a .safetensors file (or a directory of them) of weights"
 SAFETENSORS = ".safetensors"
 OPTIMIZER_STATE = "optimizer."
 """How the names of an optimizer's tensors begin in a file that ``holdfast ckpt merge`` wrote."""
 _ZIP = b"PK\x03\x04"
 _BEFORE_ZIP = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The number that torch.save files of before 1.6 begin with, after two bytes of the pickle protocol."""
+
+
+class _Index(msgspec.Struct):
+    """Which file holds a tensor, by its name."""
+
+    weight_map: dict[str, str]
 
 
 def read_source(source: Path, scratch: Path) -> dict[str, Any]:
@@ -61,13 +69,44 @@ def read_source(source: Path, scratch: Path) -> dict[str, Any]:
 
 def _directory(source: Path, scratch: Path) -> dict[str, Any]:
     if not (source / METADATA_NAME).exists():
-        raise UsageError(
-            f"{source} holds no {METADATA_NAME}: not a torch DCP checkpoint",
-            hint=f"name {KINDS}",
-        )
+        return {"model": _weights_of_files(source)}
     with writing(scratch):
         make_root(scratch)
     return restore_keys(read_dcp(source, scratch), str(source))
+
+
+def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory in Hugging Face's form: one file, or those that its index names.
+
+    Raises:
+        UsageError: another directory, or not weights alone.
+        CheckpointInvalid: damaged, or a file or tensor that the index names is missing.
+    """
+    index, one = source / INDEX_NAME, source / WEIGHTS_NAME
+    if not index.exists():
+        if not one.exists():
+            raise UsageError(
+                f"{source} holds no {METADATA_NAME}, {INDEX_NAME} or {WEIGHTS_NAME}: not a torch DCP checkpoint",
+                hint=f"name {KINDS}",
+            )
+        return _weights(one)
+    try:
+        with reading(index):
+            places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise CheckpointInvalid(f"{index}: no index of weights ({error})") from error
+    found: dict[str, torch.Tensor] = {}
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:
+            raise CheckpointInvalid(f"{index}: {name!r} is not a file beside it")
+        found |= {fqn: tensor for fqn, tensor in _weights(source / name).items() if places.get(fqn) == name}
+    lacking = sorted(places.keys() - found.keys())
+    if lacking:
+        raise CheckpointInvalid(
+            f"{source / places[lacking[0]]} lacks {lacking[0]}, which {INDEX_NAME} says it holds",
+            hint="copy the directory again",
+        )
+    return found
 
 
 def _is_zip(source: Path) -> bool:
