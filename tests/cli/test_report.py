@@ -206,18 +206,29 @@ def test_stacks_of_a_living_run(tmp_path: Path, holdfast: Run) -> None:
         process.communicate(timeout=60)
 
 
-def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["last words\n", ""])
+def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path, words: str) -> None:
     """A newcomer writes into the same log, and reports are made again and again."""
     made = Made(tmp_path, "it")
     made.start(0, 1)
-    log = log_path(made.directory.path, 0, 1)
-    log.write_text("last words\n")
     made.journal.append("member_exited", {"member_id": 2, "rank": 1, "code": None, "signal": 6, "state": "compute",
-                                          "step": 20, "phase": "forward", "log_size_bytes": 11})  # fmt: skip
-    log.write_text("last words\n" + 100 * "joined\n")
+                                          "step": 20, "phase": "forward", "log_size_bytes": len(words)})  # fmt: skip
+    log_path(made.directory.path, 0, 1).write_text(words + 100 * "joined\n")
     made.journal.append("detected", {**FAULT, "what": "was killed by signal 6 (SIGABRT)"})
     (report,) = reports_of(made.directory, made.settings, read(made.directory.journal).events)
-    assert report.log_tail == ["last words"] and "the lines above say" in report.next_steps[0]
+    assert report.log_tail == words.splitlines() and "gave up by itself" in report.next_steps[0]
+
+
+def test_whoever_joins_after_the_plan_did_not_come_to_rest(tmp_path: Path) -> None:
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    made.journal.append("detected", {**FAULT, "what": "was killed by signal 9 (SIGKILL)"})
+    settled: dict[str, Field] = {"state": "ready", "step": 20, "generation": "1.2"}
+    made.journal.append("settled", {**settled, "rank": 0})
+    made.journal.append("planned", {"step": 20, "in_doubt": 0, "decision": "none", "evidence": []})
+    made.journal.append("settled", {**settled, "rank": 1})
+    (report,) = reports_of(made.directory, made.settings, read(made.directory.journal).events)
+    assert "rank 0 came to rest: ready at step 20" in report.evidence
 
 
 def test_a_script_that_ends_before_the_others(tmp_path: Path) -> None:

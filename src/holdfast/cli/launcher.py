@@ -254,7 +254,7 @@ class Launcher:
         if self._shown(fault.attempt, fault.rank):
             return
         log = log_of(fault, self.run_dir, self.request.settings)
-        end = self.watch.story.log_ends.get(fault.member_id, 0)
+        end = self.watch.story.log_ends.get(fault.member_id)
         for line in last_lines(log, end=end) if log else ():
             screen.rank(fault.rank, line, always_marked=True)
 

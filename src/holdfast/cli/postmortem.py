@@ -118,6 +118,11 @@ class _Case:
         """Data of all events of a kind."""
         return [e.data for e in self.events if e.kind == kind]
 
+    def before_the_plan(self, kind: str) -> list[dict[str, Any]]:
+        """The same, of those that the newest plan was made from."""
+        planned = (at for at in reversed(range(len(self.events))) if self.events[at].kind == "planned")
+        return [e.data for e in self.events[: next(planned, len(self.events))] if e.kind == kind]
+
 
 class Casebook:
     """Folds a log into reports; ``take`` events in their order."""
@@ -207,7 +212,7 @@ class Casebook:
     def _log_tail(self, fault: FaultView, log: Path | None) -> list[str]:
         if log is None or fault.kind not in ("exception", "exit", "signal"):
             return []
-        return last_lines(log, LOG_LINES_MAX, end=self._story.log_ends.get(fault.member_id, 0))
+        return last_lines(log, LOG_LINES_MAX, end=self._story.log_ends.get(fault.member_id))
 
     def _next_steps(self, case: _Case) -> list[str]:
         fault = case.fault
@@ -255,7 +260,7 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         ]
     if fault.kind == "signal":
         hints = {
-            "6": "it gave up by itself: the lines above say what it asserted or threw",
+            "6": "it gave up by itself: what it asserted or threw is in its output, if it said so",
             "7": "is /dev/shm full (df /dev/shm), or was a file cut short that it had mapped (data that was replaced)?",
             "9": "was it the memory killer? dmesg | grep -i 'killed process'; in a container: "
             "grep oom_kill /sys/fs/cgroup/memory.events",
@@ -306,12 +311,13 @@ def _evidence(case: _Case) -> list[str]:
         shown = f"; its status page shows {exited['phase']} of step {exited['step']}"
         found.append(f"its process {_end(exited)}{'' if exited['phase'] == NO_PAGE else shown}")
     states: dict[str, list[str]] = {}
-    for settled in case.all("settled"):
+    for settled in case.before_the_plan("settled"):  # newcomers settle as well, after it
         where = f"{settled['state']} at step {settled['step']}"
         if (rank := str(settled["rank"])) not in states.setdefault(where, []):
             states[where].append(rank)
     found += [
-        f"rank {', '.join(sorted(ranks, key=int))} came to rest: {where}" for where, ranks in states.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(sorted(ranks, key=int))} came to rest: {where}"
+        for where, ranks in states.items()
     ]
     found += [str(line) for line in case.last("planned").get("evidence", [])]
     verdict = case.last("verdict")

@@ -189,7 +189,8 @@ class Story:
         self._open.append((fault, event.t_mono - ago_s))
 
     def _on_member_exited(self, event: Event, data: dict[str, Any]) -> None:
-        self.log_ends[int(data["member_id"])] = int(data.get("log_size_bytes", 0))
+        if "log_size_bytes" in data:
+            self.log_ends[int(data["member_id"])] = int(data["log_size_bytes"])
 
     def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
         self.slow[int(data["rank"])] = float(data["ratio"])

@@ -292,15 +292,15 @@ def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
 
 
-def last_lines(path: Path, count: int = LAST_LINES, *, end: int = 0) -> list[str]:
+def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -> list[str]:
     """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none.
 
     Args:
-        end: what follows this byte is somebody else's; 0: nothing is.
+        end: what follows so many bytes is somebody else's; None: nothing is.
     """
     try:
         with path.open("rb") as file:
-            size_bytes = min(file.seek(0, 2), end or sys.maxsize)
+            size_bytes = min(file.seek(0, 2), sys.maxsize if end is None else end)
             file.seek(max(0, size_bytes - TAIL_SIZE_BYTES))
             data = file.read(min(TAIL_SIZE_BYTES, size_bytes))
     except FileNotFoundError:
