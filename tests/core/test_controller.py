@@ -407,9 +407,7 @@ def test_a_failed_worker_that_stays_is_killed() -> None:
     assert [k.member_id for k in job.sent(KillMember)] == [2]
 
 
-@pytest.mark.parametrize(
-    ("staged_step", "action"), [(4, "restart_checkpoint"), (0, "stop_nothing_to_resume")]
-)
+@pytest.mark.parametrize(("staged_step", "action"), [(4, "restart_checkpoint"), (0, "restart_fresh")])
 def test_when_all_die_a_save_in_flight_is_worth_waiting_for(staged_step: int, action: str) -> None:
     job = Job().up()
     for rank in range(3):

@@ -43,6 +43,9 @@ def decide(on_fault: str = "auto", **changes: Any) -> Verdict:
         ("auto", {**UNCOVERED, "memory_step": 18}, "memory-restart", "restart_from_memory"),
         ("auto", UNCOVERED, "disk", "restart_checkpoint"),
         ("auto", {**UNCOVERED, "checkpoint_known": False, "unequal": "copies differ"}, "recompute", "restart_fresh"),
+        ("auto", {**UNCOVERED, "checkpoint_known": False}, "recompute", "restart_fresh"),
+        ("recompute", {}, "restart", "restart_last_gasp"),
+        ("recompute", UNCOVERED, "disk", "restart_checkpoint"),
         ("auto", {"step": None}, "begin", "restart_fresh"),
         ("auto", {"room": "there is room for 4 ranks, 2 run"}, "grow", "restart_last_gasp"),
         ("restart", {}, "restart", "restart_last_gasp"),
@@ -77,10 +80,10 @@ def test_a_verdict_says_why_the_rungs_before_it_were_refused() -> None:
     assert all(line.partition(": ")[2] for line in verdict.refused)
 
 
-def test_nothing_left_is_said_with_all_refusals() -> None:
+def test_beginning_anew_is_said_with_all_refusals() -> None:
     verdict = decide("auto", **UNCOVERED | {"checkpoint_known": False})
-    assert verdict.action == "stop_nothing_to_resume" and verdict.rung == ""
-    assert [line.partition(": ")[0] for line in verdict.refused] == list(AUTO)
+    assert "is lost" in verdict.reason and "nothing was saved since the start" in verdict.reason
+    assert [line.partition(": ")[0] for line in verdict.refused] == list(AUTO[:-1])
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_when_all_are_torn_nobody_is_killed() -> None:
     job.open(0, live=True)
     job.exit(1, "updating", 5)
     job.settle(0, "torn", 5)
-    assert job.record("verdict")["action"] == "stop_nothing_to_resume"
+    assert job.record("verdict")["action"] == "restart_fresh"
     assert not [c for c in job.log if isinstance(c, Send) and isinstance(c.message, KillMember)]
 
 

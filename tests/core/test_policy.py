@@ -45,7 +45,7 @@ def situation(**changes: Any) -> Situation:
         ({"memory_step": 18}, "restart_last_gasp", True),
         ({"all_alive": True, "all_sound": True, "memory_here": 20}, "retry_in_place", False),
         ({"uncovered": "shard 1 is gone", "checkpoint_known": False, "memory_step": 18}, "restart_from_memory", False),
-        ({"uncovered": "shard 1 is gone", "checkpoint_known": False}, "stop_nothing_to_resume", False),
+        ({"uncovered": "shard 1 is gone", "checkpoint_known": False}, "restart_fresh", False),
         ({"step": None, "base_step": 0, "checkpoint_known": False}, "restart_fresh", False),
         ({"session": False, "step": None}, "restart_fresh", False),
         ({"failures": (FAILURE,)}, "restart_last_gasp", True),

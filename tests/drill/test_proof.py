@@ -111,6 +111,25 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
     assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
 
+def test_when_all_die_before_anything_was_saved_all_of_it_is_computed_again(tmp_path: Path) -> None:
+    steps = 12
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=50)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    results = tmp_path / "results"
+    outcome = runner.run(
+        "disturbed", ("--result", str(results)), [Fault("kill", (0, 1), 6, "backward")], SEED
+    )
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    verdicts = [event.data for event in outcome.events if event.kind == "verdict"]
+    assert (verdicts[-1]["rung"], verdicts[-1]["action"]) == ("recompute", "restart_fresh")
+    recovered = [event.data for event in outcome.events if event.kind == "recovered"]
+    assert max(int(str(each["steps_lost"])) for each in recovered) == 6
+    assert "restart fresh, 6 steps lost, training goes on after" in outcome.log.read_text()
+    calm = runner.run("undisturbed", ("--result", str(tmp_path / "calm")), [], SEED)
+    assert calm.code == 0
+    assert digest_of_results(results, 2, STATE) == digest_of_results(tmp_path / "calm", 2, STATE) != ""
+
+
 def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_path: Path) -> None:
     steps = 12
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=5)

@@ -43,9 +43,7 @@ def test_a_lost_shard_comes_back_whatever_happens() -> None:
         assert found.code == 0, f"seed {seed}: {found.reason}"
         actions.update(str(r.data["action"]) for r in found.records if r.kind == "verdict")
     assert actions["replace_from_memory"] > 25 and actions["restart_from_memory"] > 10, actions
-    assert actions["replace"] == actions["restart_last_gasp"] == actions["stop_nothing_to_resume"] == 0, (
-        actions
-    )
+    assert actions["replace"] == actions["restart_last_gasp"] == actions["restart_fresh"] == 0, actions
 
 
 @pytest.mark.parametrize(

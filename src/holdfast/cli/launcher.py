@@ -117,7 +117,8 @@ def answered(fault: FaultView, session: bool) -> str:
     """What was done about a fault; whether a script without a session trains, nobody can know."""
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"
-    return f"{fault.action.replace('_', ' ')}, training goes on after {fault.recovered_s:.2f} s"
+    lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
+    return f"{fault.action.replace('_', ' ')}, {lost}training goes on after {fault.recovered_s:.2f} s"
 
 
 class Launcher:

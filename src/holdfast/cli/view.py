@@ -68,6 +68,7 @@ class FaultView(msgspec.Struct):
     action: str = ""
     reason: str = ""
     phases: dict[str, float] = {}
+    steps_lost: int = 0
 
     @property
     def name(self) -> str:
@@ -213,6 +214,7 @@ class Story:
         for fault, _ in self._open:
             if fault.member_id == data["member_id"]:
                 fault.phases = {phase: float(data[f"{phase}_s"]) for phase in SEEN}
+                fault.steps_lost = int(data["steps_lost"])
         self._open = [(fault, at) for fault, at in self._open if fault.member_id != data["member_id"]]
 
     def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:

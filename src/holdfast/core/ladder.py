@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.core.config import Config
 from holdfast.core.policy import Answered, Situation, Verdict, stop_for
-from holdfast.errors import UsageError
+from holdfast.errors import InternalError, UsageError
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -302,18 +302,20 @@ class Disk(Rung, frozen=True):
 
 
 class Recompute(Rung, frozen=True):
-    """Nothing can be trusted, nothing was saved."""
+    """Nothing is left, or nothing can be trusted, and nothing was saved: as a person would start the command again."""
 
     name = "recompute"
-    does = "all workers compute again from the start: copies of the state differ and nothing was saved"
+    does = "all workers compute again from the start: no state is left, or its copies differ, and nothing was saved"
 
     def consider(self, case: Case) -> Verdict | str:
-        """Only when the state of the living is not trusted."""
-        if not case.situation.unequal:
-            return "no state that can be trusted is left"
+        """Only when the state of the living is not whole, or not trusted."""
+        situation = case.situation
+        if case.savable or situation.checkpoint_known:
+            return f"step {case.step} is not lost, or another one was saved"
         return Verdict(
             action="restart_fresh",
-            reason=f"{case.situation.unequal}, and nothing was saved since the start: all of it is computed again",
+            reason=f"step {case.step} is lost: {case.unsavable()}, and nothing was saved since the start: "
+            "all of it is computed again",
             evidence=case.failures,
         )
 
@@ -417,9 +419,4 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         if isinstance(answer, Verdict):
             return msgspec.structs.replace(answer, rung=rung.name, refused=tuple(refused))
         refused.append(f"{rung.name}: {answer}")
-    return Verdict(
-        action="stop_nothing_to_resume",
-        reason=f"step {case.step} has no living holder and no checkpoint was sealed: its steps are lost",
-        evidence=(situation.uncovered, *case.failures),
-        refused=tuple(refused),
-    )
+    raise InternalError(f"no rung answers step {case.step}: {'; '.join(refused)}")

@@ -35,14 +35,12 @@ Action = Literal[
     "stop_user_bug",
     "stop_bad_input",
     "stop_budget",
-    "stop_nothing_to_resume",
 ]
 
 STOP_CODE: dict[str, Exit] = {
     "stop_user_bug": Exit.FAILED,
     "stop_bad_input": Exit.BAD_INPUT,
     "stop_budget": Exit.BUDGET,
-    "stop_nothing_to_resume": Exit.FAILED,
 }
 
 DETERMINISTIC_KINDS = frozenset(

@@ -200,7 +200,7 @@ class Checks:
             self.promised = step
         if action == "restart_from_memory":
             self.promised = int(str(record.data["memory_step"]))
-        if action in ("restart_checkpoint", "restart_fresh", "stop_nothing_to_resume") and step:
+        if action in ("restart_checkpoint", "restart_fresh") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
             # Layouts live in the controller and in the agents: both gone, a rank that dies before it repeated its
             # own leaves a hole. The verdict says so, and the newest checkpoint is taken.
@@ -215,7 +215,7 @@ class Checks:
             self._forgotten(str(action))
 
     def _forgotten(self, action: str) -> None:
-        """Going back to the disk, or giving up: no newer state may be in memory for all ranks."""
+        """Going back to the disk, or to the start: no newer state may be in memory for all ranks."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1)
