@@ -17,7 +17,7 @@ from holdfast.core.progress import Limits
 from holdfast.core.sightings import Late, Stalled
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import kill_group, stopped, stopped_child
+from holdfast.runtime.pids import kill_group, stopped, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.watch import Watcher
@@ -79,7 +79,7 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
                 watcher.look(float(now))
             assert not heard
             os.kill(child if what == "its child" else one.pid, signal.SIGSTOP)
-            until("it is stopped", lambda: stopped(one.pid) or stopped_child(one.pid))
+            until("it is stopped", lambda: stopped(one.pid) or stopped_children({one.pid}))
             for now in range(160, 165):
                 watcher.look(float(now))
         finally:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _EXITING = 0x4  # PF_EXITING of the kernel
@@ -117,9 +117,14 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def stopped_child(leader: int) -> int:
-    """A stopped process of the group that ``leader`` leads, other than itself; 0: there is none."""
-    return next((pid for pid in _group(leader) if pid != leader and stopped(pid)), 0)
+def stopped_children(leaders: Collection[int]) -> dict[int, int]:
+    """By leader: a stopped process of its group, other than itself, where there is one. One look for all of them."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (leader := _leader(pid := int(name))) in leaders and pid != leader:
+            if stopped(pid):
+                found[leader] = pid
+    return found
 
 
 def _group(leader: int) -> list[int]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,7 @@ from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import command, stopped_child
+from holdfast.runtime.pids import command, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
 
@@ -78,6 +78,8 @@ class Watcher:
         self._generation = Generation(0, 0)
         self._told_s = 0.0
         self._late_s = 0.0
+        self._children_s = 0.0
+        self._children: dict[int, int] = {}  # stopped ones, by the worker that waits for them
         self._paced_s = 0.0
         self._kept_s = 0.0
         self._learned: Path | None = None  # where it is kept for a successor
@@ -107,7 +109,7 @@ class Watcher:
             return
         self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in workers)
         overdue = self._progress.overdue()
-        readings = [self._read(member_id, member_id in overdue) for member_id in self._pages]
+        readings = self._look_at(now, overdue)
         change = self._progress.look(now, readings)
         if change is False:
             self._post(Moved(node_id=self._node_id, generation=self._generation))
@@ -144,15 +146,25 @@ class Watcher:
         """Of its own word, or of the process that was started for it and has not come so far."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
-    def _read(self, member_id: MemberId, overdue: bool) -> Reading:
-        reading, pid = read(self._pages[member_id]), self._pid(member_id)
-        if reading.phase is Phase.STARTING and not reading.collectives:
-            reading = reading._replace(scratch=ZYGOTE not in command(pid))
-        if not overdue:
-            return reading
-        state = sample(pid).process
-        waits = state == "S" and reading.phase in DRAWING and not reading.waits
-        return reading._replace(stopped=state in STOPPED or (waits and stopped_child(pid) > 0))
+    def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[Reading]:
+        readings = []
+        sleeping = set()
+        for member_id, page in self._pages.items():
+            reading, pid = read(page), self._pid(member_id)
+            if reading.phase is Phase.STARTING and not reading.collectives:
+                reading = reading._replace(scratch=ZYGOTE not in command(pid))
+            if member_id in overdue:
+                state = sample(pid).process
+                if state == "S" and reading.phase in DRAWING and not reading.waits:
+                    sleeping.add(pid)
+                stopped = state in STOPPED or (pid in sleeping and pid in self._children)
+                reading = reading._replace(stopped=stopped)
+            readings.append(reading)
+        if not sleeping:
+            self._children = {}
+        elif now - self._children_s >= REPEAT_S:  # all of /proc is asked
+            self._children_s, self._children = now, stopped_children(sleeping)
+        return readings
 
     def gather(self, order: Gather) -> None:
         """Look at everything, then answer; in the background."""
@@ -180,6 +192,7 @@ class Watcher:
         if not self._progress.stalled and not late:
             return  # somebody moved meanwhile: the controller was told
         stalls = {stall.member_id: stall for stall in (*self._progress.stalls(), *late)}
+        children = stopped_children({pid for _, pid, _ in workers})
         ranks = []
         for member_id, pid, _ in workers:
             page, stall = self._pages.get(member_id), stalls.get(member_id)
@@ -204,7 +217,7 @@ class Watcher:
                     section=seen.section,
                     collectives=self._collectives(order.number, seen.rank, page),
                     stacks=self._keep(order.number, seen.rank, finding),
-                    child=stopped_child(pid) if stall.stopped and finding.process not in STOPPED else 0,
+                    child=children.get(pid, 0) if stall.stopped and finding.process not in STOPPED else 0,
                 )
             )
         self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
