@@ -31,6 +31,17 @@ def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) 
     assert tally.failures == [] and list(tally.times_s) == ["agent", "stopped worker"]
 
 
+def test_a_newcomer_that_is_stopped_in_its_start_is_replaced(tmp_path: Path) -> None:
+    tally = Tally()
+    one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
+    try:
+        assert one.settle(50)
+        assert one.hit(["stopped newcomer"])
+    finally:
+        one.work(0)
+    assert tally.failures == [] and list(tally.times_s) == ["stopped newcomer"]
+
+
 def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
     """Nobody else can: it does not end, and its node would be given up with all that it runs."""
     tally = Tally()

@@ -2,11 +2,12 @@
 
 ``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--flag=--spares=1]``
 
-Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker or the
-agent, which are stopped; half of the pairs hit the recovery from the first one. The layouts take turns, a training
-each. A dead launcher ends the run with a sealed checkpoint (nobody watches it any more): the same command is typed
-again, as a scheduler or a person would. A fault counts as recovered when every rank lives and the job has committed a
-step beyond the one of the fault. The exit code is 0 only when every run ended with the bits of the undisturbed one.
+Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker, the
+agent or a newcomer, which are stopped, the newcomer in its start, after a worker was killed for it; half of the pairs
+hit the recovery from the first one. The layouts take turns, a training each. A dead launcher ends the run with a
+sealed checkpoint (nobody watches it any more): the same command is typed again, as a scheduler or a person would. A
+fault counts as recovered when every rank lives and the job has committed a step beyond the one of the fault. The exit
+code is 0 only when every run ended with the bits of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.proof import Exercise, require_torch, small
 from holdfast.drill.runner import end, launch
-from holdfast.drill.watch import Run
+from holdfast.drill.watch import Run, Seen
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive, kill_if, stopped
 from holdfast.runtime.rundir import RunDir, open_log
 
 SAVE_EVERY = 50
 POLL_S = 0.01
-RECOVERED_S_MAX = 180.0  # a newcomer that is stopped while it starts is replaced after 120 s
+RECOVERED_S_MAX = 180.0  # a start may take 120 s
+NEWCOMER_S_MAX = 20.0  # a process takes the place of a killed one
 NPROC = 4
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
 STOPPED = "stopped "
 KINDS = (
-    *("worker", "worker", "worker", "stopped worker"),
+    *("worker", "worker", "worker", "stopped worker", "stopped newcomer"),
     *("agent", "stopped agent", "controller", "zygote", "launcher"),
 )
 LAYOUTS = ("ddp", "hsdp", "fsdp")
@@ -193,7 +195,7 @@ class Chaos:
             if pid and alive(pid):
                 os.kill(pid, signal.SIGSTOP if kind.startswith(STOPPED) else signal.SIGKILL)
                 struck.append(kind)
-                if kind.endswith("worker"):
+                if kind.endswith(("worker", "newcomer")):
                     self._struck_s = time.monotonic()
                 self._tally.faults += 1
         if not struck:
@@ -207,10 +209,24 @@ class Chaos:
         kind = kind.removeprefix(STOPPED)
         if kind == "launcher":
             return self._launcher.pid
-        if kind == "worker":
+        if kind in ("worker", "newcomer"):
             workers = self._run.workers()
-            return workers[self._draw.choice(sorted(workers))].pid if workers else 0
+            victim = workers[self._draw.choice(sorted(workers))] if workers else None
+            if victim is None or kind == "worker":
+                return victim.pid if victim else 0
+            return self._newcomer(victim)
         return RunDir(self._run.directory).serving(kind)
+
+    def _newcomer(self, victim: Seen) -> int:
+        """Kill a worker; the process that starts in its place, 0 where none does."""
+        kill_if(victim.pid, alive)
+        until_s = time.monotonic() + NEWCOMER_S_MAX
+        while time.monotonic() < until_s and self._launcher.poll() is None:
+            seen = self._run.workers().get(victim.rank, victim)
+            if seen.member > victim.member:
+                return seen.pid
+            time.sleep(POLL_S)
+        return 0
 
     def _finish(self) -> None:
         while self._launcher.wait() != Exit.OK:
