@@ -141,6 +141,14 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 
+def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path) -> None:
+    """It computed no loss: that of the rank it replaces is not what is compared."""
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=8)
+    drill = Drill(tmp_path, exercise, SEED, lambda *_: None)
+    verdict = drill.disturbed("disturbed", [Fault("kill", (0,), 3, "save")])
+    assert verdict.passed and [fault.phase for fault in verdict.faults] == ["save"], verdict
+
+
 def test_going_back_from_memory_is_no_wrong_copy(tmp_path: Path) -> None:
     """The optimizer has other tensors afterwards: what is compared is theirs."""
     flags = ("--memory-every", "1", "--verify-every", "2")

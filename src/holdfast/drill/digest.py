@@ -35,6 +35,15 @@ def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] 
     return total.hexdigest()
 
 
+def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
+    """What such a run can be compared by: a rank that was lost in the last save is replaced by one without a loss."""
+    for rank in range(world_size):
+        path = directory / f"rank-{rank:05d}.json"
+        if path.exists() and json.loads(path.read_text())["loss"] is None:
+            return STATE
+    return COMPARED
+
+
 def digest_of_checkpoint(root: Path, run: str, step: int) -> str:
     """Digest over names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
 

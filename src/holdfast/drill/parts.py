@@ -217,7 +217,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank holds after training; all but ``loss`` must equal the undisturbed run."""
+    """What one rank holds after training. ``loss``: of its last step; None: it came after that one."""
 
     rank: int
     world_size: int
@@ -226,10 +226,10 @@ class RankResult:
     optimizer: str
     buffers: str
     scheduler: str
-    loss: float
+    loss: float | None
 
 
-def result_of(parts: Parts, settings: Settings, world_size: int, loss: float) -> RankResult:
+def result_of(parts: Parts, settings: Settings, world_size: int, loss: float | None) -> RankResult:
     """Digests of everything that training changes."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
     plan = json.dumps([parts.scheduler.last_epoch, [group["lr"] for group in groups]])

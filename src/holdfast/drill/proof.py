@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.drill.digest import digest_of_checkpoint, digest_of_results
+from holdfast.drill.digest import COMPARED, comparable, digest_of_checkpoint, digest_of_results
 from holdfast.drill.excerpt import Excerpt, last_words
 from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
@@ -156,16 +156,17 @@ class Drill:
         """A run with ``faults``, compared with the undisturbed one."""
         reference = self.undisturbed()
         outcome = self._run(name, faults)
-        digest, reason = "", "nothing moved any more: the run was ended" if outcome.stalled else ""
+        reason = "nothing moved any more: the run was ended" if outcome.stalled else ""
+        wanted, digest = self._digest, ""
         if outcome.code == Exit.OK:
-            digest = self._digest_of(outcome)
+            wanted, digest = self._digests(reference, outcome)
         reports = fault_reports(outcome.injected, outcome.events)
         counts = decisions(outcome.events)
         return Verdict(
-            identical=bool(digest) and digest == self._digest,
+            identical=bool(digest) and digest == wanted,
             steps_lost=sum(r.steps_lost for r in reports if not r.redone),
             steps_redone=sum(r.steps_lost for r in reports if r.redone),
-            digest=self._digest,
+            digest=wanted,
             digest_disturbed=digest,
             steps=outcome.step,
             seed=self.seed,
@@ -188,9 +189,15 @@ class Drill:
     def _results(self, name: str) -> Path:
         return (self.base / f"{name}.results").absolute()
 
-    def _digest_of(self, outcome: Outcome) -> str:
+    def _digests(self, reference: Outcome, outcome: Outcome) -> tuple[str, str]:
+        if not self.exercise.results:
+            return self._digest, self._digest_of(outcome)
+        compared = comparable(self._results(outcome.directory.name), self.exercise.nproc)
+        return self._digest_of(reference, compared), self._digest_of(outcome, compared)
+
+    def _digest_of(self, outcome: Outcome, compared: Sequence[str] = COMPARED) -> str:
         if self.exercise.results:
-            return digest_of_results(self._results(outcome.directory.name), self.exercise.nproc)
+            return digest_of_results(self._results(outcome.directory.name), self.exercise.nproc, compared)
         if not outcome.root:
             raise UserError(
                 "the script has no holdfast.session with a checkpoint directory: there is nothing to compare",

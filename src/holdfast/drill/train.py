@@ -31,7 +31,7 @@ def main() -> None:
     parts = build(settings, world_size)
     trace = Trace(settings.trace, rank)
     offer_faults(parts, world_size)
-    loss = 0.0
+    loss: float | None = None
     with holdfast.session(
         model=parts.network,
         optimizer=parts.optimizer,
