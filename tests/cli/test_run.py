@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.launcher import AGENT_STOPPED_S
+from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment
 from tests.runtime.runs import without_torch
 
@@ -85,6 +87,23 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
     assert "the job ran to its end" in last and str(tmp_path / "runs" / "mine" / "attempt-000") in last
     assert "rank 1 says" in holdfast("logs", "--rank", "1").stdout
     assert (tmp_path / "runs" / "mine").stat().st_mode & 0o777 == 0o700
+    assert left_behind(tmp_path) == []
+
+
+def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
+    """The launcher thaws first, and finds the agent stopped: for long by its clock, but it has not looked meanwhile."""
+    process = start(tmp_path)
+    endpoint = RunDir(tmp_path / "runs" / "mine").read_endpoint("agent")
+    assert endpoint is not None
+    for pid in (process.pid, endpoint.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(AGENT_STOPPED_S + 0.5)
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    os.kill(endpoint.pid, signal.SIGCONT)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=BOUND_S)
+    assert "Ctrl-C" in said and "it is killed" not in said and "successor" not in said, said
     assert left_behind(tmp_path) == []
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, facts, fault_text, named, span
+from holdfast.cli.status import again, facts, fault_text, kept, named, span
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
@@ -279,6 +279,9 @@ def test_what_the_same_command_goes_on_with(made: Made) -> None:
     assert Watch(made.directory, made.settings).poll().kept_step == 25
     made.journal.append("sealed", {"step": 39, "directory": "step-00000039.it"})
     assert again(view_of(made)) == "start the same command: it goes on at step 39, 1 step to do again"
+    cut_off = msgspec.structs.replace(view_of(made), cut_off=True)
+    assert again(cut_off).endswith("at the newest step that any host has saved (step 39 is saved here)")
+    assert kept(cut_off) == "newest checkpoint: step 39", "what another host has saved is not known here"
     (made.directory.path / "checkpoints").mkdir()
     assert again(view_of(made)).startswith(f"HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same")
 

@@ -145,6 +145,13 @@ class Hosts:
         )
         return [int(word) for word in listed.stdout.split()]
 
+    def freeze(self, index: int) -> list[int]:
+        """The host stands still; returns the processes to thaw."""
+        pids = self.pids(index)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+
     def kill(self, index: int) -> None:
         """The host loses its power: nobody there sees another one die first."""
         while pids := [pid for pid in self.pids(index) if exists(pid)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,26 @@ def test_a_host_is_cut_off(net: Network, tmp_path: Path, victim: int, to_it: boo
         moved_on = [int(e.data["step"]) for e in hosts.events(others[0], "planned")]
         assert len(decided) == 1 and abs(decided[0] - moved_on[0]) <= 1
         assert not hosts.events(victim, "generation_started")[1:], "the minority started nothing"
+    assert digests(tmp_path) == {alone(tmp_path, STEPS)}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_host_that_thaws_commits_nothing_and_says_what_happened(
+    net: Network, tmp_path: Path, victim: int
+) -> None:
+    with train(net, tmp_path, "2:3") as hosts:
+        hosts.start()
+        hosts.wait_step(1 - victim, 3)
+        frozen = hosts.freeze(victim)
+        others = [i for i in range(3) if i != victim]
+        assert [hosts.wait(i) for i in others] == [0, 0], hosts.output(others[0])
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        assert hosts.wait(victim) == Exit.REQUEUE, hosts.output(victim)
+        assert "stood still for" in hosts.output(victim)
+        assert "at the newest step that any host has saved" in hosts.output(victim)
+        assert not hosts.events(victim, "generation_started")[1:], "it started nothing"
+        assert steps_sealed(tmp_path)[0] == STEPS, "what it saved is older than what the others did"
     assert digests(tmp_path) == {alone(tmp_path, STEPS)}
 
 

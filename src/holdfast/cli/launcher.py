@@ -130,7 +130,7 @@ class Launcher:
         self.watch = Watch(run_dir, request.settings)
         self.tail = LogTail(self.watch.log_dir, self._shown)
         self.successors = 0
-        self._agent_since_s = self._agent_ran_s = time.monotonic()
+        self._agent_since_s = self._agent_ran_s = self._agent_seen_s = time.monotonic()
         self._asked: list[signal.Signals] = []
         self._answered = 0
         self._faults_shown = 0
@@ -262,8 +262,10 @@ class Launcher:
     def _stands_still(self, agent_pid: int) -> bool:
         """The agent was stopped (SIGSTOP), for long: its node would be given up soon, and nobody else can mend that."""
         now_s = time.monotonic()
-        if not stopped(agent_pid):
+        # Who did not look for long was stopped itself, as the whole host may have been: that says nothing of the agent.
+        if not stopped(agent_pid) or now_s - self._agent_seen_s > AGENT_STOPPED_S / 2:
             self._agent_ran_s = now_s
+        self._agent_seen_s = now_s
         return now_s - self._agent_ran_s >= AGENT_STOPPED_S
 
     def _succeed(self, screen: Screen, agent: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
@@ -340,7 +342,7 @@ class Launcher:
         hints = [line.removeprefix(HINT) for line in said if line.startswith(HINT)]
         if hints:
             return hints[-1]
-        if code is Exit.UNSAVED and view.session:
+        if code is Exit.UNSAVED and view.session and not view.cut_off:
             return f"{again(view)}; --grace-s gives the save more time"
         if code in (Exit.UNSAVED, Exit.INTERRUPTED):
             return again(view)

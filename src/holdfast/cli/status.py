@@ -113,7 +113,7 @@ def facts(view: RunView) -> list[str]:
 
 def kept(view: RunView) -> str:
     """What is left of a run that did not end well."""
-    behind = view.step - max(view.kept_step, 0)
+    behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"
     return newest + (f"; {plural(behind, 'step')} {not_kept}" if behind > 0 else "")
@@ -209,6 +209,9 @@ def again(view: RunView) -> str:
     """The next command after an end before the last step: where it goes on, and what is lost."""
     if not view.session:
         return "start the same command: it begins where the script itself resumes"
+    if view.cut_off:
+        here = f"step {view.kept_step:,} is saved here" if view.kept_step >= 0 else "nothing is saved here"
+        return f"start the same command: it goes on at the newest step that any host has saved ({here})"
     if view.kept_step < 0:
         lost = f" ({plural(view.step, 'step')} lost)" if view.step else ""
         return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"

@@ -109,6 +109,7 @@ class RunView(msgspec.Struct):
     command: list[str]
     root: str = ""  # where its session saves
     spares: list[SpareView] = []
+    cut_off: bool = False  # from the majority of the nodes: others may have gone on, or saved more
 
 
 class Story:
@@ -123,6 +124,7 @@ class Story:
             tuple[int, int], dict[str, int]
         ] = {}  # attempt, rank -> local rank by node, oldest first
         self.session = False
+        self.cut_off = False
         self.root = ""
         self.step = 0
         self.steps_lost = 0
@@ -244,7 +246,14 @@ class Story:
         )
 
     def _on_no_majority(self, event: Event, data: dict[str, Any]) -> None:
+        self.cut_off = True
         self.warnings.append(f"{data['reason']}: sealing what is committed here, then leaving")
+
+    def _on_stood_still(self, event: Event, data: dict[str, Any]) -> None:
+        self.warnings.append(
+            f"the processes of this host stood still for {data['stood_s']:.0f} s (frozen, suspended, or without a "
+            "CPU): the other hosts may have given it up and gone on"
+        )
 
     def _on_spares_given_up(self, event: Event, data: dict[str, Any]) -> None:
         self.warnings.append(
@@ -329,6 +338,7 @@ class Watch:
             command=list(settings.command),
             root=story.root,
             spares=self._spares(),
+            cut_off=story.cut_off,
         )
 
     def _state(self, ranks: list[RankView]) -> State:
@@ -339,6 +349,8 @@ class Watch:
             return "starting" if time.time() - self.settings.created_at < LOST_AFTER_S else "lost"
         if not self.directory.serving("agent"):
             return "running" if any(r.alive for r in ranks) else "lost"
+        if self.settings.several and self.story.attempt < 0:
+            return "starting"  # the nodes have not met
         if self.story.recovering:
             return "recovering"
         return "exiting" if self.story.exiting else "running"

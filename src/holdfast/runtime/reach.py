@@ -33,6 +33,7 @@ MODULE = MODULES["controller"]
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02
+STOOD_S = 3.0  # an agent that looks so much too late has not run in between
 SPAWN_AGAIN_S = 0.5  # a full disk or a full table of processes is not over at once
 END_WAIT_S = 5.0
 
@@ -204,6 +205,8 @@ class ControllerLink:
         silence_s = time.monotonic() - self._heard_s
         if silence_s >= self._silent_s:
             self._journal.append("controller_silent", {"silence_s": round(silence_s, 3)})
+            if silence_s - self._silent_s > STOOD_S:
+                self._journal.append("stood_still", {"stood_s": round(silence_s - self._silent_s, 3)})
             self._channel.abort()
             return
         loop = asyncio.get_running_loop()
