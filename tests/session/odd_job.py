@@ -303,10 +303,12 @@ def evaluate(job: Job, session: Any, scores: list[float]) -> None:
             with session.section("eval"):
                 score = torch.tensor([float(step.number + job.rank)])
                 dist.all_reduce(score)
+                job.struck(step.number, "evaluation")
                 scores.append(score.item())
         with step as (x, y):
             job.compute(step.number, x, y)
             job.update()
+        job.struck(step.number, "after")
 
 
 def viewing(job: Job) -> dict[str, Any]:

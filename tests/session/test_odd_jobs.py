@@ -66,6 +66,8 @@ def test_undisturbed_each_block_runs_once(calm: Calm) -> None:
         ("measuring", "1:7:mid"),
         ("evaluating", "0:8:mid"),
         ("evaluating", "2:9:start"),
+        ("evaluating", "1:7:after"),
+        ("evaluating", "2:8:evaluation"),
         ("averaging", "1:0:late"),
         ("averaging", "0:6:mid"),
         ("averaging", "2:11:late"),

@@ -131,12 +131,16 @@ class StateOffered(Message, frozen=True):
 
 
 class StateRefused(Message, frozen=True):
-    """The state of ``step`` that this rank has in memory does not fit its digest, and was dropped: decide again."""
+    """The state of ``step`` that this rank has in memory does not fit its digest, and was dropped: decide again.
+
+    ``alone``: it is sound, but nobody can come to it beside the others: all have to start again.
+    """
 
     member_id: MemberId
     generation: Generation
     step: int
     reason: str
+    alone: bool = False
 
 
 class JoinAsked(Message, frozen=True):

@@ -207,11 +207,14 @@ class Recovery:
             self.remind(newcomer)
 
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
-        """What a rank has in memory is damaged, and gone now: decide again without it."""
+        """What a rank has in memory is damaged, and gone now, or no newcomer can join: decide again without it."""
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
-        self.job.forget_held(member.rank)
+        if refusal.alone:
+            self.replacement.refusal = refusal.reason
+        else:
+            self.job.forget_held(member.rank)
         if self.phase == "replacing":
-            self.fence(now, f"the state of rank {member.rank} in memory is refused: {refusal.reason}")
+            self.fence(now, f"rank {member.rank} refuses its state: {refusal.reason}")
 
     def join_asked(self, member: Member) -> None:
         """A newcomer wants its state."""

@@ -29,6 +29,7 @@ class Replacement:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.lost = 0  # newcomers of this recovery that were lost before they joined
+        self.refusal = ""  # why one of them cannot join
         self._sources: frozenset[int] = frozenset()
         self._kept = False  # newcomers take what those before them left in memory
         self._offers: dict[int, StateOffered] = {}
@@ -60,6 +61,8 @@ class Replacement:
             return "all workers are restarted on request"
         if not all(m.live and m.opened_step is not None for m in living):
             return "the groups of the living cannot be rebuilt in place"
+        if self.refusal:
+            return self.refusal
         if self.lost >= config.replacements_max:
             return f"{self.lost} newcomers were lost before they joined"
         return ""
@@ -164,5 +167,6 @@ class Replacement:
     def clear(self) -> None:
         """The job has resumed, or starts anew."""
         self.lost = 0
+        self.refusal = ""
         self._pages = {}
         self._offers = {}

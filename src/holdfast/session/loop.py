@@ -4,6 +4,9 @@ Theory. A script may have several loops one after the other; the place of the jo
 position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, the
 saved one seeks. When the job goes back in place, the loop that is open does the same without starting anew.
 
+What the script does between two loops (a scheduler's step after an epoch) it does again, too, but that is in the
+state already: learning rates, schedulers, buffers and the user's state are put back when the saved loop opens, as after
+a block that does not count.
 Where a loop ends may be counted from where the process stands (``until=s.step + N``): the place says where the loop
 began and ends, and who comes later into it takes the job's end.
 
@@ -26,6 +29,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
 from holdfast.errors import StepError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.between import Between
 from holdfast.session.bound import Before, Bound, bound_of, compare_bounds
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.rank import Rank
@@ -42,12 +46,15 @@ class Loops:
         rank, adapter: of the session.
         parts: batches in one step: ranks whose work this one does, itself included.
         returns: whether the job may go back to a step that it kept, which a loop without a feed cannot.
+        between: hears where the script is.
 
     Attributes:
         own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, parts: int, returns: Callable[[], bool]) -> None:
+    def __init__(
+        self, rank: Rank, adapter: Adapter, parts: int, returns: Callable[[], bool], between: Between
+    ) -> None:
         self.place: dict[str, Any] = {"loop": -1}
         self.local: dict[str, Plain] = {}
         self.own: Plain = None
@@ -55,8 +62,10 @@ class Loops:
         self._adapter = adapter
         self._parts = self._parts_then = parts
         self._returns = returns
+        self._between = between
         self._count = 0
         self._before = Before.ANOTHER_JOB
+        self._passed_over = False  # a loop, and the one where the job is has not come yet
         self._feed: Feed | None = None
         self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
@@ -139,7 +148,9 @@ class Loops:
             if self.begun is not None:
                 self.begun.close()
                 self.begun = None
+            self._pass_over()
             return  # the checkpoint was written in a later loop of the script
+        self._come_in()
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
@@ -162,10 +173,25 @@ class Loops:
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
         finally:
+            self._between.enter()
             self._rank.rewind = -1
             self._feed = None
             if feed is not None:
                 feed.close()
+
+    def _pass_over(self) -> None:
+        """A loop that the job has behind it: what the script does after it is in the state that was restored."""
+        if not self._passed_over:
+            self._passed_over = True
+            self._adapter.begin(self._rank.step)
+        self._between.enter()
+
+    def _come_in(self) -> None:
+        """The loop where the job is: what the script has done again after those before it is put back."""
+        if self._passed_over:
+            self._passed_over = False
+            self._adapter.abort()
+        self._between.leave()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
         """Where this loop began and ends. Raises: UsageError when it ends elsewhere on another rank."""
@@ -227,6 +253,7 @@ class Loops:
             self.fill(step)
             # Also when it is tried again, by whomever.
             self._adapter.between(step.number, step.part, again=step.again)
+            self._between.enter(again=step.again)
             yield step
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:
@@ -272,6 +299,7 @@ class Loops:
 
     def entered(self, step: int) -> bytes | None:
         """The block of ``step`` has begun: what only this rank knows, for its status page."""
+        self._between.leave()
         if self.local.get("begun") == step:
             self.own = self.local.get("own")  # what the block that does not count put there
             return None

@@ -32,6 +32,7 @@ from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
+from holdfast.session.between import Between
 from holdfast.session.bound import before_of
 from holdfast.session.common import Common
 from holdfast.session.handover import take
@@ -73,8 +74,7 @@ class Session:
         self.state = extras
         self._make_adapter = adapter
         self._settings = settings
-        self._exit_agreed = False
-        self._exit_sealed = False
+        self._exit_agreed = self._exit_sealed = False
         self._resumed: Resumed | None = None
         self._spare: StandIn | None = None
         self._rehearsing = False
@@ -111,7 +111,8 @@ class Session:
         self._rank = Rank(self._adapter, client)
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
         self._sections = Sections(self._rank)
-        self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on)
+        self._between = Between(self._rank)
+        self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on, self._between)
         self._votes = Votes(self._rank, self._adapter)
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Saver(
@@ -217,7 +218,7 @@ class Session:
         """Hook the framework, once; in a spare before it belongs to the job."""
         if not self._attached:
             self._attached = True
-            self._adapter.attach(self._blocks.hooks(), self._rank.fault_seen, self._rank.count_collective)
+            self._adapter.attach(self._blocks.hooks(), self._rank.fault_seen, self._between.collective)
 
     # ------------------------------------------------------------------ spare
 

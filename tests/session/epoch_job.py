@@ -1,0 +1,91 @@
+"""A loop over epochs, with a loop over steps in each; what comes after an epoch changes the learning rate.
+
+``python epoch_job.py WAY [RANK:STEP]``. WAY: ``stepping`` (a scheduler's step) or ``plateau`` (a validation that all
+ranks add up decides).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+
+EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 3
+
+
+class Job:
+    """Model, data and the fault of one run."""
+
+    def __init__(self, kill: str) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self._kill = dist.get_rank(), kill
+        torch.manual_seed(0)
+        draw = torch.Generator().manual_seed(1)
+        count = RANKS * EPOCH_STEPS * 4
+        self.x, self.y = torch.randn(count, 8, generator=draw), torch.randint(0, 4, (count,), generator=draw)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.model: nn.Module = DistributedDataParallel(net)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
+
+    def struck(self, step: int) -> None:
+        """SIGKILL, once."""
+        if self._kill == f"{self.rank}:{step}" and not Path("struck").exists():
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        """Of a batch."""
+        return functional.cross_entropy(self.model(x), y)
+
+    def validate(self) -> float:
+        """The sum over all ranks."""
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.loss(self.x[self.rank :: RANKS], self.y[self.rank :: RANKS])
+        self.model.train()
+        dist.all_reduce(loss)
+        return float(loss)
+
+
+def main(way: str, kill: str) -> None:
+    """Train."""
+    job, history = Job(kill), list[float]()
+    plateau = lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
+    halving = lr_scheduler.StepLR(job.optimizer, 1, 0.5)
+    scheduler: Any = plateau if way == "plateau" else halving
+    sampler: Any = DistributedSampler(TensorDataset(job.x, job.y))
+    loader = DataLoader(TensorDataset(job.x, job.y), 4, sampler=sampler)
+    arguments = {"model": job.model, "optimizer": job.optimizer, "scheduler": scheduler}
+    with holdfast.session(**arguments, checkpoint="ckpt", state={"history": history}) as s:
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for step in s.steps(loader, epochs=1):
+                with step as (x, y):
+                    job.loss(x, y).backward()
+                    job.struck(step.number)
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+            history.append(job.validate() if way == "plateau" else float(epoch))
+            scheduler.step(*history[-1:] if way == "plateau" else ())
+        total = xxhash.xxh3_128()
+        for tensor in job.model.state_dict().values():
+            total.update(tensor.numpy().tobytes())
+        print(f"rank {job.rank} ends at {s.step}: {total.hexdigest()} {history}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "")

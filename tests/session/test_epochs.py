@@ -1,0 +1,60 @@
+"""What a script does between two loops over steps is done once by the job, whoever runs the script again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.session.epoch_job import EPOCH_STEPS, EPOCHS, RANKS
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("epoch_job.py"))
+Calm = Callable[[str], list[str]]
+
+
+def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
+    """Step, weights and history with which each rank ends; the output."""
+    where.mkdir(exist_ok=True)
+    done = run_job(where, RANKS, *arguments)
+    assert done.returncode == 0, done.stdout
+    logs = sorted(where.glob("runs/*/attempt-*/rank-*.log"))
+    lines = [line for log in logs for line in log.read_text().splitlines() if " ends at " in line]
+    assert len(lines) == RANKS and all(f"ends at {EPOCHS * EPOCH_STEPS}:" in line for line in lines), (
+        done.stdout
+    )
+    return sorted(lines), done.stdout
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The undisturbed run of a way, started once."""
+    known: dict[str, list[str]] = {}
+
+    def told(way: str) -> list[str]:
+        if way not in known:
+            known[way], _ = ends(tmp_path_factory.mktemp("calm"), JOB, way)
+        return known[way]
+
+    return told
+
+
+@pytest.mark.parametrize(("kill", "flags"), [("1:7", ()), ("0:6", ()), ("2:8", ("--on-fault", "restart"))])
+def test_a_scheduler_steps_once_after_each_epoch(
+    tmp_path: Path, calm: Calm, kill: str, flags: tuple[str, ...]
+) -> None:
+    told, output = ends(tmp_path / "job", *flags, JOB, "stepping", kill)
+    assert told == calm("stepping"), output
+    assert "1 fault," in output, output
+
+
+@pytest.mark.parametrize("kill", ["1:7", "0:6"])
+def test_a_validation_of_all_ranks_is_never_made_by_a_newcomer_alone(
+    tmp_path: Path, calm: Calm, kill: str
+) -> None:
+    told, output = ends(tmp_path / "job", JOB, "plateau", kill)
+    assert told == calm("plateau"), output
+    assert "restart last gasp" in output and "1 fault," in output, output
