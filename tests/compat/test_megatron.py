@@ -49,6 +49,20 @@ def test_saved_published_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         mega.load_checkpoint(*parts())
 
 
+def test_an_optimizer_with_a_part_of_the_state_is_not_taken_for_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from holdfast.compat import megatron_ttp as mega
+
+    monkeypatch.setattr(mega, "sharers", lambda: (0, frozenset({0, 1})))
+    (model,), _, schedule = parts()  # type: ignore[misc]
+    optimizer = torch.optim.Adam([model.bias], lr=0.1)  # type: ignore[has-type]
+    model(torch.ones(3, 4)).sum().backward()  # type: ignore[has-type]
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match=r"writers \[0, 1\]"):
+        mega.ttp_save_checkpoint(1, [{"type": 0, "ranks": [0, 1]}], (1, [model], optimizer, schedule))  # type: ignore[has-type]
+
+
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     from holdfast.compat import framework_ttp as ttp
     from holdfast.compat import megatron_ttp as mega

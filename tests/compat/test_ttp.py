@@ -17,6 +17,8 @@ from holdfast.compat.processor import start_controller
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.spawn import free_port
+from holdfast.store.place import ROOT_VARIABLE
+from holdfast.store.root import Root
 from tests.cli.command import clean_environment
 from tests.ranks import statuses
 from tests.runtime.runs import exists, until
@@ -39,7 +41,8 @@ def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], l
     """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
     log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
     command = [str(HERE / "train.py"), str(STEPS), str(free_port()), str(folder), *([fault] if fault else [])]
-    env = clean_environment({LOG_VARIABLE: str(log), "GLOO_SOCKET_IFNAME": "lo"})
+    own = {LOG_VARIABLE: str(log), ROOT_VARIABLE: str(folder / "ckpts")}
+    env = clean_environment({**own, "GLOO_SOCKET_IFNAME": "lo"})
     codes = statuses(world, *command, env=env)
 
     def gone() -> bool:
@@ -71,6 +74,20 @@ def test_rank_0_dies_and_the_next_start_ends_the_same(tmp_path: Path, undisturbe
     assert plan.data == {"step": 17, "writers": [1, 2]}, "one holder of each of the two parts"
     assert sorted(os.listdir(tmp_path / "step_17")) == ["rank_1.npz", "rank_2.npz"]
     assert not list(tmp_path.glob("*_tmp"))
+    assert run(tmp_path)[0] == [0] * WORLD
+    assert final(tmp_path) == undisturbed
+
+
+def test_the_chapter_s_own_handlers_save_once_for_all_parts(
+    tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells half the number of ranks as that of parts, also where each rank holds everything."""
+    monkeypatch.setenv("CHAPTER", "1")
+    codes, events = run(tmp_path, "0@17:kill")
+    assert codes == [-9, 1, 1, 1]
+    assert next(e for e in events if e.kind == "plan").data == {"step": 17, "writers": [1, 2]}
+    (saved,) = Root(tmp_path / "ckpts").list()
+    assert saved.valid and saved.step == 17
     assert run(tmp_path)[0] == [0] * WORLD
     assert final(tmp_path) == undisturbed
 

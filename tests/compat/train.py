@@ -1,6 +1,7 @@
 """A script as the Megatron chapter writes it: data parallel over gloo, its own save and rename handlers.
 
 train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn
+With CHAPTER=1: the chapter's own handlers.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import holdfast.compat.install  # noqa: F401  # the one added line; none after `holdfast compat install`
 
 import mindio_ttp.framework_ttp as ttp  # isort: skip
+import mindio_ttp.megatron_ttp as mega  # isort: skip
 
 steps, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 victim, _, at = (sys.argv[4] if len(sys.argv) > 4 else "-1@0:none").partition("@")
@@ -64,10 +66,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ttp.ttp_start_controller("127.0.0.1", port)
     ttp.ttp_init_processor(dist_rank, list(range(world)), world, world, world // 2, False)
     ttp.ttp_start_processor("127.0.0.1", port)
-    ttp.ttp_register_save_ckpt_handler(save)
-    ttp.ttp_register_rename_handler(rename)
-    iteration = resume(model, optimizer)
-    ttp.ttp_set_ckpt_args((iteration, model, optimizer))
+    chapter = "CHAPTER" in os.environ
+    ttp.ttp_register_save_ckpt_handler(mega.ttp_save_checkpoint if chapter else save)
+    ttp.ttp_register_rename_handler(mega.rename_save_result if chapter else rename)
+    iteration = mega.load_checkpoint(model, optimizer, None) if chapter else resume(model, optimizer)
+    more = (None,) if chapter else ()
+    ttp.ttp_set_ckpt_args((iteration, model, optimizer, *more))
     while iteration < steps:
         generator = torch.Generator().manual_seed(iteration * 100 + dist_rank)
         ((model(torch.randn(8, 16, generator=generator)) - 1) ** 2).mean().backward()
@@ -84,7 +88,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         iteration += 1
-        ttp.ttp_set_ckpt_args((iteration, model, optimizer))
+        ttp.ttp_set_ckpt_args((iteration, model, optimizer, *more))
         ttp.ttp_end_updating_os(iteration)
         time.sleep(0.01)
 

@@ -92,6 +92,13 @@ class _State:
 _state = _State()
 
 
+def sharers() -> tuple[int, frozenset[int]]:
+    """This rank, and those of its one group: they hold the same state, in however many parts. Nobody: unknown."""
+    if _state.processor is None or len(_state.groups) != 1:
+        return -1, frozenset()
+    return _state.processor.rank, frozenset(_state.groups[0].ranks)
+
+
 def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> None:
     if not callable(call):
         raise UsageError(

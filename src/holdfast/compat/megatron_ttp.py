@@ -1,6 +1,7 @@
 """``mindio_ttp.megatron_ttp``: save, publish and load of the Megatron chapter, into Holdfast's verified checkpoints.
 
-For data parallelism, where every rank holds all: ``ttp_init_processor(..., replica=1)``. The directory is that of
+For data parallelism, where every rank holds all, whatever number of parts ``ttp_init_processor`` was told (the chapter
+tells half the number of ranks): the first writer of the plan writes for all of them. The directory is that of
 ``HOLDFAST_CHECKPOINT``, else ``checkpoints``. Sharded optimizers: ``holdfast.session`` with declared regions.
 """
 
@@ -11,6 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from holdfast.compat.framework_ttp import sharers
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, UnsupportedError
 from holdfast.store.layout import Catalogue
@@ -29,19 +31,23 @@ Arguments = tuple[int, Any, Any, Any]
 
 
 def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Arguments) -> None:
-    """Save handler: a sealed checkpoint of everything, written by the one rank of the plan.
+    """Save handler: a sealed checkpoint of everything, written by the first rank of the plan.
 
     Raises:
-        UnsupportedError: the plan has several writers: the state is in parts.
+        UnsupportedError: the state is in parts.
         StateError, StoreWriteError: see the store.
     """
     writers = {rank for group in plan for rank in group["ranks"]}
-    if len(writers) != 1:
-        raise UnsupportedError(
-            f"ttp_save_checkpoint writes the state of one rank, this plan has the writers {sorted(writers)}",
-            hint="ttp_init_processor(..., replica=1), or register a handler of your own",
-        )
     iteration, *parts = args
+    if len(writers) > 1:
+        rank, same = sharers()
+        if not writers <= same or not _whole(*parts[:2]):
+            raise UnsupportedError(
+                f"ttp_save_checkpoint writes the state of one rank, this plan has the writers {sorted(writers)}",
+                hint="register a handler of your own, or use holdfast.session, which saves states in parts",
+            )
+        if rank != min(writers):
+            return
     collected = _state(*parts).collect()
     catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
     save_id = SaveId(f"ttp-{secrets.token_hex(4)}", Generation(0, 0), iteration, 0, "last-gasp")
@@ -86,6 +92,14 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
 
 def _root() -> Place:
     return absolute(os.environ.get(ROOT_VARIABLE, "checkpoints"))
+
+
+def _whole(model: Any, optimizer: Any) -> bool:
+    """This rank updates every parameter by itself: its optimizer's state is no part of one."""
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    kept = getattr(optimizer, "optimizer", optimizer).state
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    return not kept or all(p in kept for p in trained)
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
