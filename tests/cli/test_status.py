@@ -25,6 +25,7 @@ from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import Endpoint, RunDir, log_path, write_private
 from holdfast.runtime.settings import RunSettings
 from tests.cli.command import Run
+from tests.runtime.runs import until
 
 FAULT: dict[str, Field] = {
     "rank": 1,
@@ -102,6 +103,8 @@ class Made:
         """A process that was started as the agent is: with these words."""
         words = ["sh", "-c", "read line", "holdfast.runtime.agentd", str(self.directory.path)]
         self.agent = subprocess.Popen(words, stdin=subprocess.PIPE)
+        shown = Path(f"/proc/{self.agent.pid}/cmdline")
+        until("the kernel shows its words", lambda: b"agentd" in shown.read_bytes())
         self._listens(self.agent.pid)
 
     def reuse(self) -> None:
