@@ -8,7 +8,6 @@ and augmentation are functions of (seed, epoch, batch), and a resume does not re
 from __future__ import annotations
 
 import copy
-import os
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Train
     hooks = _Hooks(trainer, {"seed": trainer.args.seed, **session})
     for name in WRAPPED:
         setattr(trainer, name, partial(getattr(hooks, name), getattr(trainer, name)))
+    trainer.add_callback(hooks._epochs)
     trainer.add_callback(hooks)
     return trainer
 
@@ -55,6 +55,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._arguments = session
         self._replay: Any = None  # a Replay from on_train_begin on
         self._losses = Losses(trainer)
+        self._epochs = progress.Epochs(trainer)
 
     def _inner_training_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with closing(lambda: self._replay):
@@ -76,23 +77,16 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         trainer._clip_grad_norm = replay.remembering(partial(self._losses.clip, trainer._clip_grad_norm))
         if replay.position:
             progress.go_on(trainer, replay.position)
+            self._epochs.go_on(replay.position["after"])
             self._feed.seek(replay.position["data"])
             self._losses.go_on(replay.position["reported"], replay.own or {})
-        self._resumed_step = state.global_step if replay.position else -1
 
     def _run_epoch(self, original: Any, **kwargs: Any) -> None:
         """One epoch; what was trained before the resume is left out."""
-        trainer, resumed_step = self._trainer, self._resumed_step
-        if resumed_step >= 0:
-            epoch, done = divmod(resumed_step, kwargs["num_update_steps_per_epoch"])
-            if kwargs["epoch"] < epoch or resumed_step >= trainer.state.max_steps:
-                return
-            if kwargs["epoch"] == epoch and done:
-                trainer.args.ignore_data_skip = False
-                # A place without random states: each step is seeded.
-                kwargs |= {"epochs_trained": epoch, "resume_from_checkpoint": os.devnull}
-                kwargs["steps_trained_in_current_epoch"] = done * trainer.args.gradient_accumulation_steps
-        original(**kwargs)
+        if not self._replay.position and kwargs["epoch"] == kwargs["epochs_trained"]:
+            # Where a checkpoint of the Trainer's own is, or at the start.
+            self._feed.seek({"epoch": kwargs["epoch"], "batch": kwargs["steps_trained_in_current_epoch"]})
+        self._epochs.run(original, kwargs)
 
     def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
         """A step begins: its micro-batches from our feed, and how many tokens they hold."""
@@ -125,18 +119,24 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._replay.commit(self._position(), self._losses.own())
 
     def _position(self) -> dict[str, Any]:
-        reported = self._losses.reported()
-        return {**progress.progress_of(self._trainer), "data": self._feed.place(), "reported": reported}
+        return {
+            **progress.progress_of(self._trainer),
+            "data": self._feed.place(),
+            "reported": self._losses.reported(),
+            "after": self._epochs.after(self._losses.newest(None)),
+        }
 
     def _maybe_log_save_evaluate(
         self, original: Any, loss: Any, norm: Any, *args: Any, **kwargs: Any
     ) -> None:
-        control = self._trainer.control
-        name = "evaluate" if control.should_evaluate else "save" if control.should_save else ""
-        due = bool(name) or control.should_log
+        due = progress.due_of(self._trainer)
+        name = next((word for word in ("evaluate", "save") if f"should_{word}" in due), "")
         with self._replay.section(name):
             original(loss, self._losses.newest(norm), *args, **kwargs)
-        if due:
+            if name:
+                # Rank 0 alone saves. Until it has, nobody tells so: its newcomer would leave half a file.
+                self._trainer.accelerator.wait_for_everyone()
+        if self._epochs.follow() or due:
             self._replay.amend(self._position())
 
     def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,10 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
                 f"{type(strategy).__name__}, automatic_optimization={pl_module.automatic_optimization}",
                 hint="Trainer(strategy='ddp') or one device, with automatic optimization; or a loop of your own",
             )
+        # The step ends after what other callbacks count, and before anybody saves: that communicates.
+        savers = [c for c in trainer.callbacks if isinstance(c, pl.callbacks.Checkpoint)]
+        others = [c for c in trainer.callbacks if c is not self and c not in savers]
+        trainer.callbacks = [*others, self, *savers]
         strategy.setup = partial(self._open, strategy.setup)
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: self._loader(trainer, process(loader))

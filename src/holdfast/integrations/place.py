@@ -3,7 +3,9 @@
 Theory. A place is taken when a step ends, and once more when the next one begins, if a validation or the end of an
 epoch lies between: a newcomer is to begin after what all others have done. Lightning's own idea of a restart knows
 places at the end of a batch; at one before a batch it counts that batch, and the validation before it, twice. So
-whoever went on from there puts the counters right when it has arrived. Scores and the like, small tensors that a
+whoever went on from there puts the counters right when it has arrived. At one after a batch it leaves out what follows,
+a validation or the end of the epoch: whoever restarts there is sent back by one batch, and what stands for training it
+puts the counters right (a newcomer is not: the others have done all that). Scores and the like, small tensors that a
 validation replaces under other names, become plain values: the layout of the state stays as it is.
 """
 
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from holdfast.adapters.torch.data import Source, make_source
+from holdfast.integrations.calls import is_newcomer
 
 SMALL = "small tensor"
 SMALL_NUMEL = 64
@@ -48,7 +51,11 @@ def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
 def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     """Before the loops begin: go to ``place``."""
     place = _made(place)
-    trainer.fit_loop.load_state_dict(place["loops"])
+    if place["arrived"] or is_newcomer():
+        trainer.fit_loop.load_state_dict(place["loops"])
+    else:
+        trainer.fit_loop.load_state_dict(_before_last_batch(place["loops"]))
+        _skip_next_batch(trainer, place["loops"])
     trainer._logger_connector._callback_metrics.update(place.get("metrics", {}))
     for callback in trainer.callbacks:
         if callback.state_key in place["callbacks"]:
@@ -57,12 +64,42 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
             setattr(callback, name, value)
 
 
+def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:
+    """The loops' state as if the step's last batch were still to come."""
+    loops = copy.deepcopy(loops)
+    batches = loops["epoch_loop.batch_progress"]
+    batches["is_last_batch"] = False
+    for counts in (batches["total"], batches["current"]):
+        counts.update(dict.fromkeys(counts, counts["completed"]))
+    for counts in loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"].values():
+        counts.update({name: count - 1 for name, count in counts.items()})
+    return loops
+
+
+def _skip_next_batch(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
+    """The next batch was trained: what Lightning does after it is done, and its loops are at ``loops``."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+
+    def advance(fetcher: Any) -> None:
+        del epoch_loop.advance  # Lightning's own again
+        _set_loops(trainer, loops)
+        epoch_loop.batch_progress.increment_completed()
+        fetcher.fetched += 1
+        fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+
+    epoch_loop.advance = advance
+
+
 def arrive(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     """The first batch after :func:`go_on` is about to be trained."""
     if place.get("arrived"):
-        loop = trainer.fit_loop
-        loop.load_state_dict(_made(place["loops"]))
-        loop.restarting = loop._loaded_from_state_dict = False
+        _set_loops(trainer, _made(place["loops"]))
+
+
+def _set_loops(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
+    """In the running loops."""
+    trainer.fit_loop.load_state_dict(loops)
+    trainer.fit_loop.restarting = trainer.fit_loop._loaded_from_state_dict = False
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 ``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
 CALL counts calls of ``training_step``. ``--evaluate steps|epoch``: every three steps, or after each epoch.
+``--save``: every three steps. ``--kill-in evaluation|save``: CALL counts batches evaluated, or saves half written.
+``--resume``: a checkpoint of the Trainer's own.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class Job(Trainer):  # type: ignore[misc]
 
     def arm(self, given: argparse.Namespace) -> None:
         """Which call of ``training_step`` meets what."""
-        self.calls = 0
+        self.calls = self.elsewhere = 0
         self.killed = given.output / "killed"
+        self.kill_in = given.kill_in
         self.faults = {}
         for kind in ("cut", "leave", "kill"):
             rank, _, call = getattr(given, kind).partition("@")
@@ -52,16 +55,37 @@ class Job(Trainer):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         self.calls += 1
-        kind = self.faults.pop(self.calls, "")
+        kind = self.faults.pop(self.calls, "") if self.kill_in == "step" else ""
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
-        if kind == "kill" and not self.killed.exists():
-            self.killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "kill":
+            self.kill()
         if kind == "cut":
             for inner in fabric()._inners():
                 inner.sever()
         return super().training_step(*args, **kwargs)
+
+    def kill(self) -> None:
+        """This process, once."""
+        if not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def meet(self, where: str) -> None:
+        """Between two steps."""
+        if self.kill_in == where:
+            self.elsewhere += 1
+            if self.elsewhere in self.faults:
+                self.kill()
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self.meet("evaluation")
+        return super().prediction_step(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        self.meet("save")
+        return super()._save_optimizer_and_scheduler(*args, **kwargs)
 
 
 def main() -> None:
@@ -72,7 +96,10 @@ def main() -> None:
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
     parser.add_argument("--kill", default="")
+    parser.add_argument("--kill-in", default="step")
     parser.add_argument("--evaluate", default="no")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--resume", default=None)
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
@@ -80,14 +107,15 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
     args = TrainingArguments(
         output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        learning_rate=1e-2, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
         average_tokens_across_devices=True, eval_strategy=given.evaluate, eval_steps=3,
+        save_strategy="steps" if given.save else "no", save_steps=3,
     )  # fmt: skip
     trainer = Job(model=model, args=args, train_dataset=Pieces(), eval_dataset=Pieces())
     trainer.arm(given)
     if not given.plain:
         protect(trainer)
-    result = trainer.train()
+    result = trainer.train(resume_from_checkpoint=given.resume)
     if trainer.is_world_process_zero():
         state = trainer.state
         seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.calls}

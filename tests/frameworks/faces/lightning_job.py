@@ -1,7 +1,8 @@
 """A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
 
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts ``training_step``. ``--check N``: validates every N batches, and not at the end of an epoch.
+CALL counts ``training_step``; with ``--kill-in validation``, ``validation_step``.
+``--check N``: validates every N batches, and not at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ SAMPLES = 4 * 4 * BATCHES
 class Net(pl.LightningModule):  # type: ignore[misc]
     """Batch norm, and dropout where asked for: a plain run draws other random numbers."""
 
-    def __init__(self, faults: dict[int, str], killed: Path, dropout: float) -> None:
+    def __init__(self, faults: dict[int, str], killed: Path, dropout: float, kill_in: str) -> None:
         super().__init__()
-        self.faults = faults
+        self.faults = faults if kill_in == "step" else {}
+        self.faults_in_validation = faults if kill_in == "validation" else {}
+        self.validations = 0
         self.killed = killed
         self.calls = 0
         self.net = nn.Sequential(
@@ -45,23 +48,58 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         kind = self.faults.pop(self.calls, "")
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
-        if kind == "kill" and not self.killed.exists():
-            self.killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "kill":
+            self.kill()
         if kind == "cut":
             for inner in fabric()._inners():
                 inner.sever()
         loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
         return loss
 
+    def kill(self) -> None:
+        """This process, once."""
+        if not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         """The same, of held-out data."""
+        self.validations += 1
+        if self.validations in self.faults_in_validation:
+            self.kill()
         self.log("held_out", (self.net(batch[0]) - batch[1]).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         """AdamW, a schedule by epoch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Count(pl.Callback):  # type: ignore[misc]
+    """Of batches, validations and epochs."""
+
+    def __init__(self) -> None:
+        self.seen = {"batches": 0, "validations": 0, "epochs": 0}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """One more."""
+        self.seen["batches"] += 1
+
+    def on_validation_end(self, *args: Any) -> None:
+        """One more."""
+        self.seen["validations"] += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        """One more."""
+        self.seen["epochs"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return dict(self.seen)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From one."""
+        self.seen = dict(state_dict)
 
 
 def main() -> None:
@@ -72,6 +110,7 @@ def main() -> None:
     parser.add_argument("--cut", default="")
     parser.add_argument("--leave", default="")
     parser.add_argument("--kill", default="")
+    parser.add_argument("--kill-in", default="step")
     parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     given = parser.parse_args()
@@ -82,13 +121,14 @@ def main() -> None:
             faults[int(call)] = kind
     pl.seed_everything(0)
     given.output.mkdir(exist_ok=True)
-    module = Net(faults, given.output / "killed", given.dropout)
+    module = Net(faults, given.output / "killed", given.dropout, given.kill_in)
     ranks = int(os.environ["WORLD_SIZE"])
     x = torch.randn(SAMPLES, 4)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     best = pl.callbacks.ModelCheckpoint(dirpath=given.output / "best", monitor="held_out")
     early = pl.callbacks.EarlyStopping("held_out", patience=3 * EPOCHS, mode="max")  # counts what gets better
-    theirs = [best, early]
+    count = Count()
+    theirs = [best, early, count]
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
         max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
@@ -109,6 +149,7 @@ def main() -> None:
             best._last_global_step_saved,
         ]
         seen["files"] = sorted(path.name for path in (given.output / "best").iterdir())
+        seen["counted"] = count.seen
         seen["early"] = [early.wait_count, float(early.best_score)]
         seen["weights"] = total.hexdigest()
         (given.output / "seen.json").write_text(json.dumps(seen))

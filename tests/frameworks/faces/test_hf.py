@@ -80,6 +80,45 @@ def test_killed_in_the_first_step_after_an_evaluation(tmp_path: Path, evaluate: 
     assert "1 fault, 0 steps lost" in output and "replace, training goes on" in output
 
 
+@pytest.mark.parametrize(("evaluate", "kill"), [("steps", "2@4"), ("epoch", "0@5")])
+def test_an_evaluation_that_a_kill_cuts_off_is_done_after_the_restart(
+    tmp_path: Path, evaluate: str, kill: str
+) -> None:
+    given = ("--output", "out", "--evaluate", evaluate)
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
+    assert code == 0, output
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill-in", "evaluation", "--kill", kill)
+    assert code == 0, output
+    compare(tmp_path, results(tmp_path / "plain"))
+    assert "1 fault, 0 steps lost" in output
+
+
+def test_a_save_that_a_kill_cuts_off_is_done_again(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]]
+) -> None:
+    given = ("--output", "out", "--save", "--kill-in", "save", "--kill", "0@1")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given)
+    assert code == 0, output
+    compare(tmp_path, plain)
+    assert "1 fault, 0 steps lost" in output
+    saved = [{path.name for path in (tmp_path / "out" / f"checkpoint-{step}").iterdir()} for step in (3, 6)]
+    assert saved[0] == saved[1]
+
+
+def test_a_checkpoint_of_the_trainers_own_is_gone_on_from(
+    tmp_path: Path, plain: tuple[bytes, dict[str, Any]]
+) -> None:
+    given = ("--output", "out", "--save")
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
+    assert code == 0, output
+    theirs = tmp_path / "plain" / "out" / "checkpoint-6"  # in the second epoch
+    given = (*given, "--resume", str(theirs), "--kill", "1@3")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given)
+    assert code == 0, output
+    assert results(tmp_path)[0] == plain[0]
+    assert results(tmp_path)[1]["step"] == STEPS
+
+
 def test_a_single_worker_restarts_from_memory(tmp_path: Path) -> None:
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, "--output", "out", "--plain", ranks=1)
     assert code == 0, output
