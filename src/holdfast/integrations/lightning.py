@@ -30,7 +30,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         session: arguments of :func:`holdfast.session`, such as ``checkpoint``, ``resume``, ``seed``.
 
     Raises (from ``trainer.fit``):
-        UnsupportedError: manual optimization, several optimizers, or a strategy that is neither DDP nor one device.
+        UnsupportedError: manual optimization, several optimizers, averages of weights; neither DDP nor one device.
     """
 
     def __init__(self, **session: Any) -> None:
@@ -52,10 +52,15 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
                 f"{type(strategy).__name__}, automatic_optimization={pl_module.automatic_optimization}",
                 hint="Trainer(strategy='ddp') or one device, with automatic optimization; or a loop of your own",
             )
+        averages = pl.callbacks.StochasticWeightAveraging | pl.callbacks.WeightAveraging
+        if averaging := [type(c).__name__ for c in trainer.callbacks if isinstance(c, averages)]:
+            raise UnsupportedError(
+                f"{', '.join(averaging)}: between two steps the average takes the model's place",
+                hint="average in a loop of your own: holdfast.session(state={'average': averaged_model})",
+            )
         # The step ends after what other callbacks count, and before anybody saves: that communicates.
-        savers = [c for c in trainer.callbacks if isinstance(c, pl.callbacks.Checkpoint)]
-        others = [c for c in trainer.callbacks if c is not self and c not in savers]
-        trainer.callbacks = [*others, self, *savers]
+        saves = pl.callbacks.Checkpoint
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: 2 if isinstance(c, saves) else c is self)
         strategy.setup = partial(self._open, strategy.setup)
         process = strategy.process_dataloader
         strategy.process_dataloader = lambda loader: self._loader(trainer, process(loader))

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.errors import UnsupportedError
@@ -170,3 +171,23 @@ def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedError, match="automatic_optimization=False"):
         trainer.fit(Manual(), DataLoader(TensorDataset(torch.zeros(4, 1))))
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1), pl.callbacks.EMAWeightAveraging()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_averages_that_lightning_exchanges_between_steps_are_refused(
+    tmp_path: Path, averaging: pl.Callback
+) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[Holdfast(), averaging],
+    )
+    with pytest.raises(UnsupportedError, match=type(averaging).__name__):
+        trainer.fit(BoringModel())
