@@ -112,8 +112,8 @@ def test_a_checkpoint_of_the_trainers_own_is_gone_on_from(
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
     assert code == 0, output
     theirs = tmp_path / "plain" / "out" / "checkpoint-6"  # in the second epoch
-    given = (*given, "--resume", str(theirs), "--kill", "1@3")
-    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given)
+    more = ("--resume", str(theirs), "--kill", "1@3")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, *more)
     assert code == 0, output
     assert results(tmp_path)[0] == plain[0]
     assert results(tmp_path)[1]["step"] == STEPS
