@@ -218,11 +218,18 @@ def test_resume_words(tmp_path: Path) -> None:
         Job().train(1, resume=f"{tmp_path}@4")
 
 
-def flip(path: Path) -> None:
-    """Damage one byte of the first shard."""
+def flip(path: Path, tensor: str = "") -> None:
+    """Damage one byte of the first shard: of this tensor, or near the end (the optimizer's)."""
     shard = next(path.glob("shard-*.safetensors"))
     data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
+    place = len(data) - 5
+    if tensor:
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        place = begin + next(
+            entry["data_offsets"][0] for name, entry in header.items() if name.startswith(tensor)
+        )
+    data[place] ^= 1
     shard.write_bytes(data)
 
 
@@ -277,7 +284,9 @@ def test_load_without_a_session(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match="unexpected"):
         holdfast.load(tmp_path, fresh[0])
     flip(Path(Root(tmp_path).list()[0].path))
-    with pytest.raises(CheckpointInvalid):
+    assert holdfast.load(f"{tmp_path}@4", Job().net).step == 4, "damage beside the weights"
+    flip(Path(Root(tmp_path).list()[0].path), "0.weight")
+    with pytest.raises(CheckpointInvalid, match=r"0\.weight"):
         holdfast.load(f"{tmp_path}@4", fresh)
     assert all(map(torch.equal, before, fresh.parameters()))
 
