@@ -243,13 +243,13 @@ def test_a_late_error_of_an_older_generation_is_no_news() -> None:
 
 def test_collectives_are_counted() -> None:
     fabric = Fabric()
-    counted: list[int] = []
-    fabric.on_collective(counted.append)
+    counted: list[tuple[int, str]] = []
+    fabric.on_collective(lambda count, what: counted.append((count, what)))
     fabric.begin("a")
     fabric.begin("b")
     fabric.on_collective(None)
     fabric.begin("c")
-    assert counted == [1, 2] and fabric.collectives == 3
+    assert counted == [(1, "a"), (2, "b")] and fabric.collectives == 3
 
 
 def test_bugs_are_told_from_faults() -> None:

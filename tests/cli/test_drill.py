@@ -18,12 +18,18 @@ from tests.runtime.runs import until, without_torch
 WAITS = "import os, pathlib, time; pathlib.Path('up-' + os.environ['RANK']).touch(); time.sleep(600)"
 
 
+def as_from_a_terminal() -> None:
+    """These tests may run below nohup, or in the background: what is ignored there is ignored by children, too."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("signals", [("SIGTERM",), ("SIGHUP",), ("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM")])
 def test_a_drill_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     process = subprocess.Popen(
-        [HOLDFAST, "drill", "--nproc", "2", "train.py"],
+        [HOLDFAST, "drill", "--nproc", "2", "train.py"], preexec_fn=as_from_a_terminal,
         cwd=tmp_path, env=clean_environment(without_torch(tmp_path)), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     until("up", lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))

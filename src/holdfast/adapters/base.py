@@ -113,9 +113,12 @@ class Adapter(Protocol):
         """Why it is poisoned."""
 
     def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Install hooks; ``on_fault`` hears of the first broken collective, ``on_collective`` counts their starts."""
+        """Install hooks.
+
+        ``on_fault`` hears of the first broken collective, ``on_collective`` of each that starts: how many, and what.
+        """
 
     def detach(self) -> None:
         """Remove what :meth:`attach` installed."""

@@ -77,7 +77,7 @@ class Mesh:
         self.reason = ""
         self.refused = 0
         self.on_fault: Callable[[str], None] = _ignore
-        self.on_collective: Callable[[int], None] = _ignore_count
+        self.on_collective: Callable[[int, str], None] = _ignore_count
         self._client = client
         self._host = host
         self._peers: dict[int, socket.socket] = {}
@@ -206,7 +206,7 @@ class Mesh:
         if mine.dtype.name not in _TYPES:
             raise InternalError(f"a sum of {mine.dtype}; known are {', '.join(_TYPES)}")
         self._number += 1
-        self.on_collective(self._number)
+        self.on_collective(self._number, "sum")
         if self.poisoned:
             self._fail(self.reason, PeerLost)
         if self.world_size == 1:
@@ -390,5 +390,5 @@ def _ignore(reason: str) -> None:
     """Nobody listens yet."""
 
 
-def _ignore_count(count: int) -> None:
+def _ignore_count(count: int, what: str) -> None:
     """Nobody counts yet."""

@@ -61,7 +61,7 @@ class Meshed:
         return "" if self._mesh is None else self._mesh.reason
 
     def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
         """Note whom to call."""
         self._hooks = hooks

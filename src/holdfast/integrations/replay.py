@@ -44,6 +44,7 @@ class Replay:
         self._session = session
         self.own = session.own
         self._calls = Calls(session.steps(until=sys.maxsize))
+        session.framework_begins()
 
     @property
     def is_open(self) -> bool:

@@ -4,7 +4,9 @@ Theory. What a script does before the block of a step, or between two loops, is 
 evaluation adds up over all of them. A newcomer comes there alone: the others are past it, or wait for the newcomer. On
 its own data alone the result would be another one than that of the others, without a word, and a learning rate or an
 early stop that follows from it. So it does not join, and says so: all ranks start again at this step, and do it
-together. The same holds for a script that repeats such work when a block is tried again (without ``step.again``).
+together. The same holds for a script that repeats such work when a block is tried again (without ``step.again``). A
+barrier gives nobody anything: who comes alone has simply passed it. And a framework that drives the loop sets itself up
+in it, with sums over ranks that are the same in each start; what is due between two steps it is told (integrations).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from holdfast.session.rank import Rank
 
 log = logging.getLogger("holdfast")
 
+BARRIER = "barrier"
 WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
@@ -41,9 +44,9 @@ class Between:
         """A block begins, or a loop."""
         self.open = False
 
-    def collective(self, count: int) -> None:
+    def collective(self, count: int, what: str) -> None:
         """One begins; hot path. Does not return in a newcomer that must not make it."""
-        if self.open:
+        if self.open and what != BARRIER:
             self._check()
         self._rank.count_collective(count)
 

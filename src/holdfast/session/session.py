@@ -77,9 +77,7 @@ class Session:
         self._exit_agreed = self._exit_sealed = False
         self._resumed: Resumed | None = None
         self._spare: StandIn | None = None
-        self._rehearsing = False
-        self._attached = False
-        self._entered = False
+        self._rehearsing = self._attached = self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
         self._collecting: int | None = None  # the state of this step is read, the machine is at another
 
@@ -413,12 +411,9 @@ class Session:
                 "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
                 hint="s.steps(loader, ...), or start without --shrink-to",
             )
+        passes = epochs if until is not None or epochs is not None else 1
         loop = self._loops.run(
-            loader,
-            epochs if until is not None or epochs is not None else 1,
-            until,
-            lambda: self._exit_agreed,
-            lambda number: Step(self._blocks, number),
+            loader, passes, until, lambda: self._exit_agreed, lambda n: Step(self._blocks, n)
         )
         return loop if self._spare is None else self._after_rehearsal(loader, loop)
 
@@ -435,6 +430,10 @@ class Session:
             if feed is not None:
                 feed.close()
         yield from loop
+
+    def framework_begins(self) -> None:
+        """The loop is another library's: what it communicates before its first block is to set itself up."""
+        self._between.leave()
 
     def rewound(self, step: Step) -> None:
         """The job went back while ``step`` was about to begin: it becomes the step where the job is now."""

@@ -76,7 +76,7 @@ class MindSporeAdapter(Meshed):
     # ------------------------------------------------------------------ hooks
 
     def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
         """Put the gate in front of the optimizer. The graph must not have been compiled before."""
         super().attach(hooks, on_fault, on_collective)

@@ -132,7 +132,7 @@ class TorchAdapter:
         return self._fabric.reason
 
     def attach(
-        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int], None]
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
         """Hook every optimizer of the process and the model's output."""
         self._hooks = hooks

@@ -133,7 +133,7 @@ class Fabric:
         self._board: Board | None = None
         self._boarded = False  # looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
-        self._on_collective: Callable[[int], None] | None = None
+        self._on_collective: Callable[[int, str], None] | None = None
         self._on_wait: Callable[[int, int], None] | None = None
         self._begun_ns = 0  # when the last collective began
         self._ended_ns = 0  # when the last one that was under way ended
@@ -165,9 +165,9 @@ class Fabric:
         self._on_poison.append(callback)
 
     def on_collective(
-        self, callback: Callable[[int], None] | None, on_wait: Callable[[int, int], None] | None = None
+        self, callback: Callable[[int, str], None] | None, on_wait: Callable[[int, int], None] | None = None
     ) -> None:
-        """Call ``callback(count)`` at the start of every collective (for the status page); None removes it.
+        """Call ``callback(count, what)`` at the start of every collective (for the status page); None removes it.
 
         ``on_wait(since_ns, until_ns)`` hears later how long the last collectives kept this process from going on.
         """
@@ -251,7 +251,7 @@ class Fabric:
         if self._on_collective is not None:
             self.note_wait()
             self._begun_ns = time.monotonic_ns()
-            self._on_collective(self.collectives)
+            self._on_collective(self.collectives, what)
         elif self.flight is not None:
             self.flight.counted(self.collectives)
         return False if self.calm else self.check(what)
