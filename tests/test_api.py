@@ -26,6 +26,7 @@ PUBLIC = [
     "GroupError",
     "HoldfastError",
     "InternalError",
+    "KeepEvery",
     "NotMet",
     "NothingToResume",
     "PeerLost",

@@ -37,7 +37,7 @@ from holdfast.errors import (
 if TYPE_CHECKING:
     from holdfast.session.api import load
     from holdfast.session.api import open_session as session
-    from holdfast.store.policy import BestInterval, EverySeconds, EverySteps
+    from holdfast.store.policy import BestInterval, EverySeconds, EverySteps, KeepEvery
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "GroupError",
     "HoldfastError",
     "InternalError",
+    "KeepEvery",
     "NotMet",
     "NothingToResume",
     "PeerLost",
@@ -77,6 +78,7 @@ _LAZY = {
     "BestInterval": "holdfast.store.policy:BestInterval",
     "EverySeconds": "holdfast.store.policy:EverySeconds",
     "EverySteps": "holdfast.store.policy:EverySteps",
+    "KeepEvery": "holdfast.store.policy:KeepEvery",
 }
 
 

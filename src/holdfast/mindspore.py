@@ -28,7 +28,7 @@ from holdfast.session.api import configure_logging
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
 from holdfast.session.step import Step
-from holdfast.store.policy import SaveWhen
+from holdfast.store.policy import Kept, SaveWhen
 
 __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
 
@@ -81,7 +81,7 @@ def session(
     save: SaveWhen = None,
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
-    keep: int = 3,
+    keep: Kept = 3,
     copies: int = 1,
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,

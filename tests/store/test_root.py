@@ -110,7 +110,7 @@ def test_a_failed_attempt_is_discarded_unless_it_is_in_use_or_valid(tmp_path: Pa
 
 def test_prune_never_removes_the_last_valid_one_nor_anything_without_one(tmp_path: Path) -> None:
     save(tmp_path, WORLD, save_id(10))
-    assert Root(tmp_path).prune(lambda _valid: set(), grace_s=0).removed == ()
+    assert Root(tmp_path).prune(lambda _valid, _age_s: set(), grace_s=0).removed == ()
     (tmp_path / save_id(10).directory() / "rank-r00000.json").unlink()
     done = Root(tmp_path).prune(1, grace_s=0)
     assert done.removed == () and "no valid checkpoint exists" in done.spared.values()

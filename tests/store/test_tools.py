@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 import tracemalloc
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from holdfast.store import tools
 from holdfast.store.codec import decode_header
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
 from holdfast.store.plan import plan
-from holdfast.store.policy import best_interval_s, retention
+from holdfast.store.policy import KeepEvery, KeepFor, best_interval_s, retention
 from holdfast.store.root import Root
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import inspect
@@ -180,11 +183,27 @@ def test_a_catalogue_that_says_millions_of_holders_takes_no_memory_for_them(
 def test_retention_keeps_the_newest_and_one_per_distance(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20, 25, 30):
         save(tmp_path, pipeline(edge=4), save_id(step))
-    Root(tmp_path).prune(retention(2, every_steps=10))
+    Root(tmp_path).prune([2, KeepEvery(10)])
     assert [v.step for v in Root(tmp_path).list()] == [30, 25, 20, 10, 5]
-    for keep, every in ((0, 0), (1, -1)):
-        with pytest.raises(UsageError):
-            retention(keep, every)
+
+
+def test_retention_by_age_keeps_the_young_and_always_the_newest(tmp_path: Path) -> None:
+    for hours, step in ((9, 10), (5, 20), (3, 30)):
+        save(tmp_path, pipeline(edge=4), save_id(step))
+        then_s = time.time() - 3600 * hours
+        os.utime(tmp_path / save_id(step).directory(), (then_s, then_s))
+    assert answer(["ckpt", "prune", str(tmp_path), "--keep", "1", "--hours", "6"]) == 0
+    assert [v.step for v in Root(tmp_path).list()] == [30, 20]
+    Root(tmp_path).prune(timedelta(hours=2))
+    assert [v.step for v in Root(tmp_path).list()] == [30]
+
+
+@pytest.mark.parametrize(
+    "given", [0, True, "3", timedelta(0), [2, None], lambda: KeepEvery(0), lambda: KeepFor(0)]
+)
+def test_retention_that_means_nothing_is_refused(given: object) -> None:
+    with pytest.raises(UsageError):
+        retention(given() if callable(given) else given)
 
 
 def test_youngs_interval() -> None:

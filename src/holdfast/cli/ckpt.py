@@ -24,7 +24,7 @@ from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
-from holdfast.store.policy import retention
+from holdfast.store.policy import KeepEvery, KeepFor, KeepNewest, KeepPolicy
 from holdfast.store.reader import load_catalogue, load_values
 from holdfast.store.repair import Repaired, repair
 from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
@@ -260,15 +260,29 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 @ckpt.command(short_help="Remove old checkpoints, never the newest.")
 @click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
-@click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
+@click.option(
+    "--every",
+    "every_steps",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Also keep one per N steps, for good.",
+)
+@click.option("--hours", type=Finite(min=0), default=0.0, help="Also keep those of the last so many hours.")
 @click.option("--grace-s", type=Finite(min=0), default=GRACE_S, show_default=True,
               help="Spare unfinished attempts, and the newest of each run, younger than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
-def prune(root: str, keep: int, every_steps: int, grace_s: float, dry_run: bool, as_json: bool) -> int:
+def prune(
+    root: str, keep: int, every_steps: int, hours: float, grace_s: float, dry_run: bool, as_json: bool
+) -> int:
     """Remove old checkpoints below ROOT; never the newest valid one, nor one that is being read or written."""
     place = place_of(root)
-    done = _root(root).prune(retention(keep, every_steps), grace_s=grace_s, dry_run=dry_run)
+    policies: list[KeepPolicy] = [KeepNewest(keep)]
+    if every_steps:
+        policies.append(KeepEvery(every_steps))
+    if hours:
+        policies.append(KeepFor(3600 * hours))
+    done = _root(root).prune(policies, grace_s=grace_s, dry_run=dry_run)
     if as_json:
         _say_json(done)
         return 0

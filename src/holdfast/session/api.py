@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
     from holdfast.session.session import Session
     from holdfast.store.place import Place
-    from holdfast.store.policy import SaveWhen
+    from holdfast.store.policy import Kept, SaveWhen
     from holdfast.store.reader import LoadReport
 
 
@@ -34,7 +34,7 @@ def open_session(
     save: SaveWhen = None,
     save_every_steps: int | None = None,
     save_every_s: float | None = None,
-    keep: int = 3,
+    keep: Kept = 3,
     copies: int = 1,
     state: dict[str, Any] | None = None,
     exit_file: str | os.PathLike[str] | None = None,
@@ -53,7 +53,8 @@ def open_session(
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
             least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,
             or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
-        keep: valid checkpoints that stay, of this run and those it came from. copies: with 2, any one file may be lost.
+        keep: valid checkpoints of this run, and those it came from, that stay: so many, those of a ``timedelta``,
+            ``KeepEvery(steps)``, a policy (``store.policy``) or a list. copies: with 2, any one file may be lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.

@@ -43,6 +43,7 @@ from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
 from holdfast.store.plan import Plan, plan
+from holdfast.store.policy import KeepPolicy
 from holdfast.store.root import Root
 from holdfast.store.validity import inspect
 from holdfast.store.values import decode_values
@@ -67,7 +68,7 @@ class Saver:
         rank, adapter: of the session.
         root: where checkpoints go, or None.
         run: first part of every save id.
-        keep: valid checkpoints of this lineage that pruning leaves.
+        keep: which valid checkpoints of this lineage pruning leaves.
         values: plain values common to all ranks, given the collected state.
         locals_: plain values of this rank alone, of the last committed step.
         pace: hears what saves cost.
@@ -84,7 +85,7 @@ class Saver:
         adapter: Adapter,
         root: Place | None,
         run: str,
-        keep: int,
+        keep: KeepPolicy,
         values: Values,
         locals_: Locals,
         pace: Pace,

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, Url, absolute
-from holdfast.store.policy import save_policies
+from holdfast.store.policy import Kept, retention, save_policies
 
 _TEXTS = {
     "checkpoint": "checkpoint='ckpts/', or None",
@@ -30,7 +30,7 @@ class Settings:
         seed: int,
         save_every_steps: int | None,
         save_every_s: float | None,
-        keep: int,
+        keep: Kept,
         copies: int = 1,
         exit_file: str | os.PathLike[str] | None,
         grace_s: float | None,
@@ -45,7 +45,7 @@ class Settings:
         self.resume = _text("resume", resume)
         self.seed = _whole("seed", seed)
         self.policies = save_policies(save, every_steps, every_s)
-        self.keep = _whole("keep", keep, 1)
+        self.keep = retention(keep)
         self.copies = _whole("copies", copies, 1)
         self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)

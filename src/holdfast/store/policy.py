@@ -1,8 +1,8 @@
 """When to save and what to keep, as small pure objects.
 
-Theory. A retention policy maps the valid checkpoints (newest first) to the paths that stay; policies are joined by
-union, and the root keeps the newest one whatever they say. How often to save is a trade: every save costs a stall,
-every fault costs the work since the last save; Young's first-order optimum is sqrt(2 x cost x mean time between
+Theory. A retention policy maps the valid checkpoints (newest first) and their ages to the paths that stay; policies are
+joined by union, and the root keeps the newest one whatever they say. How often to save is a trade: every save costs a
+stall, every fault costs the work since the last save; Young's first-order optimum is sqrt(2 x cost x mean time between
 faults).
 
 Invariant: nothing here looks at a clock or a file.
@@ -11,9 +11,10 @@ Invariant: nothing here looks at a clock or a file.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import msgspec
 
@@ -24,12 +25,25 @@ ASSUMED_S = 86_400.0
 """Time between faults of a job that nothing is known about."""
 
 
+AgeOf = Callable[[str], float]
+"""Seconds since the attempt of this name was written."""
+KeepPolicy = Callable[[Sequence[Validity], AgeOf], set[str]]
+"""Valid checkpoints (newest first) -> paths that stay."""
+
+
 class KeepNewest(msgspec.Struct, frozen=True):
     """Keep the newest ``count`` checkpoints."""
 
     count: int
 
-    def __call__(self, valid: Sequence[Validity]) -> set[str]:
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(
+                f"keep={self.count}: at least the newest valid checkpoint is always kept",
+                hint="keep 1 or more",
+            )
+
+    def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
         """Paths to keep."""
         return {v.path for v in valid[: self.count]}
 
@@ -39,7 +53,14 @@ class KeepEvery(msgspec.Struct, frozen=True):
 
     steps: int
 
-    def __call__(self, valid: Sequence[Validity]) -> set[str]:
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(
+                f"every={self.steps} is no number of steps",
+                hint="1000 keeps one checkpoint of every 1000 steps; leave it out for none of them",
+            )
+
+    def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
         """Paths to keep."""
         first: dict[int, Validity] = {}
         for found in valid:  # newest first: the last one seen of a slot is its oldest
@@ -47,32 +68,58 @@ class KeepEvery(msgspec.Struct, frozen=True):
         return {v.path for v in first.values()}
 
 
+class KeepFor(msgspec.Struct, frozen=True):
+    """Keep each checkpoint for ``duration_s`` seconds."""
+
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        if self.duration_s <= 0:
+            raise UsageError(
+                f"keeping checkpoints for {self.duration_s:g} s keeps none", hint="a duration above 0"
+            )
+
+    def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
+        """Paths to keep."""
+        return {v.path for v in valid if age_s(v.name) < self.duration_s}
+
+
 class KeepAny(msgspec.Struct, frozen=True):
     """Keep what any of the policies keeps."""
 
-    policies: tuple[KeepNewest | KeepEvery, ...]
+    policies: tuple[KeepPolicy, ...]
 
-    def __call__(self, valid: Sequence[Validity]) -> set[str]:
+    def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
         """Paths to keep."""
-        return set().union(*(policy(valid) for policy in self.policies))
+        return set().union(*(policy(valid, age_s) for policy in self.policies))
 
 
-def retention(keep: int, every_steps: int = 0) -> KeepAny:
-    """The newest ``keep`` and, with ``every_steps`` > 0, one per that many steps.
+OneKept = int | timedelta | KeepPolicy
+Kept = OneKept | Sequence[OneKept]
+"""What ``holdfast.session(keep=...)`` takes; see :func:`retention`."""
+
+
+def retention(given: object) -> KeepAny:
+    """The policy that ``keep`` means: the newest so many, those of a ``timedelta``, a policy, or any of several.
 
     Raises:
-        UsageError: a number that cannot mean anything.
+        UsageError: something else, or a number that cannot mean anything.
     """
-    if keep < 1:
-        raise UsageError(
-            f"keep={keep}: at least the newest valid checkpoint is always kept", hint="keep 1 or more"
-        )
-    if every_steps < 0:
-        raise UsageError(
-            f"every={every_steps} is no number of steps",
-            hint="1000 keeps one checkpoint of every 1000 steps as well, 0 none of them",
-        )
-    return KeepAny((KeepNewest(keep), *((KeepEvery(every_steps),) if every_steps else ())))
+    items = given if isinstance(given, list | tuple) else (given,)
+    return KeepAny(tuple(map(_kept, items)))
+
+
+def _kept(item: object) -> KeepPolicy:
+    if isinstance(item, SupportsIndex) and not isinstance(item, bool):
+        return KeepNewest(operator.index(item))
+    if isinstance(item, timedelta):
+        return KeepFor(item.total_seconds())
+    if callable(item):
+        return item
+    raise UsageError(
+        f"keep={item!r}: not a policy",
+        hint="keep=3 (the newest), keep=timedelta(days=1), keep=holdfast.KeepEvery(10_000), or a list of these",
+    )
 
 
 def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:

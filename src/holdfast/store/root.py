@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,13 +25,12 @@ from holdfast.store import manifest as form
 from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_attempt, open_store
 from holdfast.store.place import Place, Url, is_path, place_of
-from holdfast.store.policy import retention
+from holdfast.store.policy import Kept, retention
 from holdfast.store.validity import Validity, inspect
 
 GRACE_S = 3600.0
 STEPS_NAMED_MAX = 8
 
-Policy = Callable[[Sequence[Validity]], set[str]]
 """Given the valid checkpoints, newest first, the paths of those to keep (see ``policy.py``)."""
 
 
@@ -144,7 +143,7 @@ class Root:
 
     def prune(
         self,
-        keep: int | Policy,
+        keep: Kept,
         *,
         lineage: Lineage | None = None,
         grace_s: float = GRACE_S,
@@ -162,12 +161,12 @@ class Root:
             UsageError: ``keep`` < 1.
             StoreWriteError: a directory cannot be removed.
         """
-        policy = retention(keep) if isinstance(keep, int) else keep
+        policy = retention(keep)
         attempts = [v for v in self.list() if lineage is None or lineage.holds(v.name) or v.unfinished]
         valid = [v for v in attempts if v.valid]
         if not valid:
             return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
-        kept = {*policy(valid), valid[0].path}
+        kept = {*policy(valid, self._store.age_s), valid[0].path}
         spared: dict[str, str] = {}
         if lineage is None:
             for found in self._newest_of_runs(valid):
