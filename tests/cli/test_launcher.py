@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.cli.launcher import Launcher
 from holdfast.cli.resolve import Request
+from holdfast.cli.view import Watch
 from holdfast.core.messages import Field
 from holdfast.errors import UserError
 from tests.cli.command import Run
@@ -88,3 +89,17 @@ def test_the_next_step_of_the_error_itself_is_the_only_one(
     lines = last_lines(Made(tmp_path, "it"), capsys, what, what, 3)
     assert lines[0].endswith("UserError: no such key (rank 1)"), "without the colon"
     assert [line for line in lines if "next: " in line] == ["  next: rename it"]
+
+
+def test_what_is_saved_is_said_whoever_wrote_it_last(tmp_path: Path) -> None:
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    share: dict[str, Field] = {"step": 40, "save_kind": "periodic", "duration_s": 0.25}
+    for rank in range(2):
+        made.journal.append("saved", {**share, "rank": rank, "error": "no room"})
+    made.journal.append("saved", {**share, "rank": 1, "step": 60, "error": ""})
+    made.journal.append("sealed", {"step": 60, "save_kind": "periodic", "directory": "step-00000060.it"})
+    story = Watch(made.directory, made.settings).read()
+    assert story.saves == ["saved step 60 (periodic) in 0.25 s"]
+    assert story.warnings == ["rank 0 could not save step 40: no room"]
+    made.close()

@@ -136,6 +136,7 @@ class Launcher:
         self._faults_shown = 0
         self._recoveries_shown = 0
         self._warnings_shown = 0
+        self._saves_shown = 0
         self._had_room = True
 
     def run(self) -> int:
@@ -227,6 +228,9 @@ class Launcher:
         for warning in self.watch.story.warnings[self._warnings_shown :]:
             screen.say(f"warning: {warning}")
         self._warnings_shown = len(self.watch.story.warnings)
+        for save in self.watch.story.saves[self._saves_shown :]:
+            screen.say(save)
+        self._saves_shown = len(self.watch.story.saves)
         faults = self.watch.story.faults
         for fault in faults[self._faults_shown :]:
             screen.say(f"{fault.name}: {fault_text(fault)}")

@@ -135,6 +135,9 @@ class Story:
         self.ended_at = 0.0
         self.faults: list[FaultView] = []
         self.warnings: list[str] = []
+        self.saves: list[str] = []  # one line for each checkpoint that is whole
+        self._save_s = 0.0  # of the share that was written last
+        self._unsaved_step = -1
         self.slow: dict[int, float] = {}  # stragglers: rank -> ratio
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
@@ -226,8 +229,15 @@ class Story:
         self.root = str(data.get("root", ""))
         self.step = max(self.step, int(data.get("step", 0)))
 
+    def _on_saved(self, event: Event, data: dict[str, Any]) -> None:
+        self._save_s = float(data["duration_s"])
+        if data["error"] and data["step"] != self._unsaved_step:  # the others say the same
+            self._unsaved_step = int(data["step"])
+            self.warnings.append(f"rank {data['rank']} could not save step {data['step']}: {data['error']}")
+
     def _on_sealed(self, event: Event, data: dict[str, Any]) -> None:
         self.sealed_step = max(self.sealed_step, int(data["step"]))
+        self.saves.append(f"saved step {data['step']} ({data.get('save_kind', '')}) in {self._save_s:.2f} s")
 
     def _on_exit_requested(self, event: Event, data: dict[str, Any]) -> None:
         self.exiting = str(data["source"])

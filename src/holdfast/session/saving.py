@@ -77,6 +77,7 @@ class Saver:
         copies: of everything that is saved beside training, on as many ranks as hold it.
         tier: what this rank keeps in memory.
         lineage: this run, and those that it came from.
+        watched: a launcher reads the event log, and tells what was saved.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class Saver:
         *,
         lineage: Callable[[], Lineage],
         copies: int = 1,
+        watched: bool = False,
     ) -> None:
+        self._level = logging.DEBUG if watched else logging.INFO
         self.root = root
         self._saved: tuple[Generation, int] | None = None
         self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
@@ -313,7 +316,8 @@ class Saver:
             return
         self._pace.measured(durable_s=result.duration_s)
         if result.sealed:
-            log.info("holdfast: saved step %d (%s) in %.2f s", save_id.step, save_id.kind, result.duration_s)
+            saved = "holdfast: saved step %d (%s) in %.2f s"
+            log.log(self._level, saved, save_id.step, save_id.kind, result.duration_s)
         self._tidy(prune=result.sealed)
 
     def _abandon(self, save_id: SaveId) -> None:

@@ -117,6 +117,7 @@ class Session:
             self._rank, self._adapter, self.root, run.saves_as, settings.keep,
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._votes,
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
+            watched=client is not None and not library,
         )  # fmt: skip
         self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
         self._common = Common(self._adapter, client)
