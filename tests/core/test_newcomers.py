@@ -12,10 +12,12 @@ from holdfast.core.messages import (
     KillMember,
     Receive,
     Send,
+    SetTimer,
     Settle,
     Settled,
     StartMembers,
     StateOffered,
+    Tick,
 )
 from tests.core.test_controller import NODE, Job
 
@@ -58,6 +60,25 @@ def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again(
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     assert job.record("verdict")["action"] == "restart_last_gasp"
+
+
+def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() -> None:
+    """It was stopped after it had settled: newcomers waited for it, one after the other, for 120 s each."""
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.open(0, live=True)
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    offer = StateOffered(member_id=job.members[0], generation=job.generation, step=5, host="h", port=1)
+    job.post(offer)
+    assert "offer" in [c.name for c in job.log if isinstance(c, SetTimer)]
+    job.post(Tick(name="offer"), after_s=15.0)
+    assert [k.member_id for k in job.sent(KillMember)] == [job.members[2]]
+    generation = job.generation
+    job.exit(2, "aborted", 5)
+    assert job.generation > generation
 
 
 def test_when_all_are_torn_nobody_is_killed() -> None:

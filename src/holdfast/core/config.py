@@ -35,6 +35,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float = 120.0  # agents and workers have to report within this
     fault_grace_s: float = 0.3  # a collective broke: wait this long for a death that explains it
     quiesce_s: float = 5.0  # leave collectives within this, or be killed
+    offer_s: float = 15.0  # a survivor serves its state to newcomers within this, or is killed
     starting_quiesce_s: float = 1.0  # the same for a worker that has no session yet
     failing_s: float = 2.0  # a worker that reported its exception exits within this, or is killed
     gasp_s: float = 60.0  # a source writes its share of a last-gasp checkpoint within this, or is killed

@@ -285,6 +285,8 @@ class Recovery:
             for member in living:
                 if member.joining or not self._stands_at(member, self.job.step):
                     self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
+        elif name == "offer" and self.phase == "replacing":
+            self.replacement.late()
         elif name == "gasp" and self.phase == "saving":
             for member in living:
                 if member.rank in (self.gasp.writing if self.is_vouched else self.unvouched):
@@ -294,10 +296,7 @@ class Recovery:
                 self.job.kill(member, "did not leave")
 
     def grow(self, now: float) -> None:
-        """More ranks can run than do: all workers start again, from a checkpoint of where the job stands.
-
-        Asked again and again; each set of nodes is tried once.
-        """
+        """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""
         job = self.job
         if self.phase != "idle" or job.room() <= job.world_size or job.exit_source or not job.session:
             return
@@ -364,7 +363,7 @@ class Recovery:
         self._reason = reason
         self._pass("fenced", now)
         job.record("fenced", generation=str(generation), reason=reason, dead_ranks=dead)
-        for name in ("grace", "gasp", "startup", "join"):
+        for name in ("grace", "gasp", "startup", "join", "offer"):
             job.cancel(name)
         for member in job.roster.living:
             if not member.said_hello or member.joining:
@@ -519,7 +518,7 @@ class Recovery:
         job = self.job
         self._go("agreed")
         self._in_place = True
-        for name in ("quiesce", "join", "startup"):
+        for name in ("quiesce", "join", "startup", "offer"):
             job.cancel(name)
         job.roster.generation = job.generation
         self._pass("restored", now)

@@ -33,6 +33,7 @@ class Replacement:
         self._sources: frozenset[int] = frozenset()
         self._kept = False  # newcomers take what those before them left in memory
         self._offers: dict[int, StateOffered] = {}
+        self._offered_s = 0.0  # in which they come
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
 
     def why_not(self, decided: Decided) -> str:
@@ -90,6 +91,16 @@ class Replacement:
         self._kept = kept
         self._offers = {}
         self._seat(dead)
+        self._offered_s = (
+            self.job.config.gasp_s if kept else self.job.config.offer_s
+        )  # what was kept is read first
+        self.job.timer("offer", self._offered_s)
+
+    def late(self) -> None:
+        """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
+        for member in self.job.roster.living:
+            if member.rank in self._sources - set(self._offers):
+                self.job.kill(member, f"did not give its state within {self._offered_s:g} s")
 
     def again(self, newcomer: Member) -> bool:
         """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
