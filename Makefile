@@ -12,8 +12,9 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 
 .DEFAULT_GOAL := help
-# Most tests start processes of their own and wait for them: three at a time keep four cores busy.
-PYTESTS := $(shell test "$$(nproc)" -ge 4 && echo 3 || echo 2)
+# Most tests start processes of their own and wait for them: three at a time keep four cores busy. (nproc takes
+# OMP_NUM_THREADS for the number of cores.)
+PYTESTS := $(shell test "$$(env -u OMP_NUM_THREADS nproc)" -ge 4 && echo 3 || echo 2)
 
 .PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions bench clean storm
 
