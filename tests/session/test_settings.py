@@ -19,11 +19,11 @@ from tests.session.test_solo import Job
 pytestmark = pytest.mark.torch
 
 WRONG: tuple[tuple[str, object, str], ...] = (
-    ("keep", None, "not a whole number"),
-    ("keep", 1.5, "not a whole number"),
-    ("keep", "3", "not a whole number"),
-    ("keep", True, "not a whole number"),
-    ("keep", 0, "must be 1 or more"),
+    ("keep", None, "not a policy"),
+    ("keep", 1.5, "not a policy"),
+    ("keep", "3", "not a policy"),
+    ("keep", True, "not a policy"),
+    ("keep", 0, "at least the newest"),
     ("copies", 2.0, "not a whole number"),
     ("copies", 0, "must be 1 or more"),
     ("save_every_steps", "5", "not a whole number"),

@@ -260,13 +260,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 @ckpt.command(short_help="Remove old checkpoints, never the newest.")
 @click.argument("root")
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
-@click.option(
-    "--every",
-    "every_steps",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Also keep one per N steps, for good.",
-)
+@click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
 @click.option("--hours", type=Finite(min=0), default=0.0, help="Also keep those of the last so many hours.")
 @click.option("--grace-s", type=Finite(min=0), default=GRACE_S, show_default=True,
               help="Spare unfinished attempts, and the newest of each run, younger than this.")  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, Url, absolute
-from holdfast.store.policy import Kept, retention, save_policies
+from holdfast.store.policy import KeepPolicy, Kept, retention, save_policies
 
 _TEXTS = {
     "checkpoint": "checkpoint='ckpts/', or None",
@@ -45,7 +45,7 @@ class Settings:
         self.resume = _text("resume", resume)
         self.seed = _whole("seed", seed)
         self.policies = save_policies(save, every_steps, every_s)
-        self.keep = retention(keep)
+        self.keep = _kept(keep)
         self.copies = _whole("copies", copies, 1)
         self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
@@ -62,6 +62,13 @@ def extras_of(state: object) -> dict[str, Any]:
             hint='give each object a name: state={"ema": ema}',
         )
     return state
+
+
+def _kept(keep: object) -> KeepPolicy:
+    try:
+        return retention(keep)
+    except UsageError as error:
+        raise UsageError(f"session({error.message.replace(': ', '): ', 1)}", hint=error.hint) from error
 
 
 def _whole(name: str, value: object, least: int | None = None) -> int:

@@ -75,9 +75,7 @@ class KeepFor(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.duration_s <= 0:
-            raise UsageError(
-                f"keeping checkpoints for {self.duration_s:g} s keeps none", hint="a duration above 0"
-            )
+            raise UsageError(f"keep={self.duration_s:g} s: nothing is kept", hint="a duration above 0")
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
         """Paths to keep."""
