@@ -22,11 +22,26 @@ from holdfast.core.messages import (
 from tests.core.test_controller import NODE, Job
 
 
-def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
-    job = Job(4)
-    job.post(AgentHello(node_id=NODE, slots=4, pid=1))
+def at_work(ranks: int) -> Job:
+    """A job whose sessions can be recovered in place, at step 0."""
+    job = Job(ranks)
+    job.post(AgentHello(node_id=NODE, slots=ranks, pid=1))
     job.hello()
     job.open(0, live=True)
+    return job
+
+
+def with_a_newcomer() -> Job:
+    """Of three ranks, rank 1 was lost in step 5, and is replaced."""
+    job = at_work(3)
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    return job
+
+
+def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
+    job = at_work(4)
     job.exit(1, "updating", 5)
     job.settle(0, "torn", 5)
     job.settle(2, "ready", 6)
@@ -43,13 +58,7 @@ def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
 
 
 def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again() -> None:
-    job = Job()
-    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
-    job.hello()
-    job.open(0, live=True)
-    job.exit(1)
-    job.settle(0, "aborted", 5)
-    job.settle(2, "aborted", 5)
+    job = with_a_newcomer()
     generation, first = job.generation, job.members[1]
     job.exit(1, "starting", 0)
     second = job.members[1]
@@ -64,13 +73,7 @@ def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again(
 
 def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() -> None:
     """It was stopped after it had settled: newcomers waited for it, one after the other, for 120 s each."""
-    job = Job()
-    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
-    job.hello()
-    job.open(0, live=True)
-    job.exit(1)
-    job.settle(0, "aborted", 5)
-    job.settle(2, "aborted", 5)
+    job = with_a_newcomer()
     offer = StateOffered(member_id=job.members[0], generation=job.generation, step=5, host="h", port=1)
     job.post(offer)
     assert "offer" in [c.name for c in job.log if isinstance(c, SetTimer)]
@@ -82,10 +85,7 @@ def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() ->
 
 
 def test_when_all_are_torn_nobody_is_killed() -> None:
-    job = Job(2)
-    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
-    job.hello()
-    job.open(0, live=True)
+    job = at_work(2)
     job.exit(1, "updating", 5)
     job.settle(0, "torn", 5)
     assert job.record("verdict")["action"] == "restart_fresh"
@@ -94,10 +94,7 @@ def test_when_all_are_torn_nobody_is_killed() -> None:
 
 def test_a_decision_asks_the_planner_once() -> None:
     """It looks at the layouts of all ranks: in a large job that is the longest part of a decision."""
-    job = Job()
-    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
-    job.hello()
-    job.open(0, live=True)
+    job = at_work(3)
     asked: list[tuple[int, ...]] = []
 
     def counting(layouts: Layouts, sources: tuple[int, ...]) -> str:
