@@ -282,7 +282,8 @@ def _ask_from_client_thread(client: Client, run: RunDir) -> None:
 
     client.on(Fence, handler)
     with Desk(run) as desk:
-        until("connected", lambda: client.connected)
+        # Not `client.connected`: the client's side of the handshake is done before this side's.
+        until("hello", lambda: "WorkerHello" in desk.kinds())
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
         until("caught", lambda: caught)
     raise caught[0]
