@@ -34,6 +34,7 @@ PUBLIC = [
     "ScriptError",
     "StateError",
     "StepError",
+    "StoreDenied",
     "StoreError",
     "StoreUnreachable",
     "StoreWriteError",

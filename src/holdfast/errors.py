@@ -21,6 +21,7 @@ Tree::
     │   ├── CheckpointMismatch      valid files of another model: names, shapes, dtypes
     │   ├── NothingToResume         a checkpoint was asked for and none is valid
     │   ├── StoreUnreachable        a store that cannot be asked (network, credentials): nothing is known of its files
+    │   │   └── StoreDenied         files that this process may not read (owner, mode)
     │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
     └── InternalError               an invariant of ours is broken: please report it
 
@@ -36,6 +37,19 @@ from collections.abc import Iterator
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of an ``OSError`` that say that a disk, or a quota, is full."""
+HINTS_OF_THE_MACHINE = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "run as the user whose file it is, or let this one read it: chown, or chmod",
+    ),
+    **dict.fromkeys(NO_ROOM, "make room: df -h"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "ulimit -n 4096"),
+    **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "see what is used up: ulimit -a, free -m"),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EIO, errno.ESTALE), "see what is mounted there, and whether it answers"
+    ),
+}
+"""What to do about numbers of an ``OSError`` that are no defect of a program's."""
 
 
 class HoldfastError(Exception):
@@ -135,6 +149,10 @@ class NothingToResume(StoreError):
 
 class StoreUnreachable(StoreError):
     """The store could not be asked: nothing is known about its files."""
+
+
+class StoreDenied(StoreUnreachable):
+    """This process may not read these files: nothing is known about them."""
 
 
 class StoreWriteError(StoreError):

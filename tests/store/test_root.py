@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, UsageError
+from holdfast.errors import CheckpointInvalid, NothingToResume, StoreError, StoreUnreachable, UsageError
 from holdfast.store.files import Directory
 from holdfast.store.local import LocalStore
 from holdfast.store.opening import open_store
@@ -138,7 +138,7 @@ def test_an_attempt_whose_age_cannot_be_asked_is_a_typed_error(
     def stale(_path: object) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    with monkeypatch.context() as patched, pytest.raises(CheckpointInvalid, match="Stale file handle"):
+    with monkeypatch.context() as patched, pytest.raises(StoreUnreachable, match="Stale file handle"):
         patched.setattr("holdfast.store.local.os.stat", stale)
         store.age_s(save_id(10).directory())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -22,6 +23,7 @@ from holdfast.cli.errors import say
 from holdfast.cli.finite import Finite
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.store.files import mode_of
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
 from holdfast.store.policy import KeepEvery, KeepFor, KeepNewest, KeepPolicy
@@ -372,9 +374,10 @@ def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
 def _root(text: str) -> Root:
     """The root that a user names; one that is not there is a typing error, and not an empty root."""
     place = place_of(text)
-    if isinstance(place, Path) and not place.exists():
+    mode = mode_of(place) if isinstance(place, Path) else stat.S_IFDIR
+    if mode is None:
         raise UsageError(f"{place} does not exist", hint="name the directory that the session saves to")
-    if isinstance(place, Path) and place.is_file():
+    if stat.S_ISREG(mode):
         raise UsageError(f"{place} is a file", hint="name the directory that the session saves to")
     if is_attempt(place):
         raise UsageError(
@@ -392,6 +395,8 @@ def _valid(path: Place) -> Validity:
 
 
 def _state(judged: Validity) -> str:
+    if judged.denied:
+        return "unreadable"
     if not judged.valid:
         return "unfinished" if judged.unfinished else "invalid"
     state = "sealed" if judged.sealed else "complete"

@@ -12,7 +12,6 @@ Form, always on stderr::
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import click
 
 from holdfast.errors import (
-    NO_ROOM,
+    HINTS_OF_THE_MACHINE,
     AuthError,
     HoldfastError,
     InternalError,
@@ -40,15 +39,6 @@ _LOG = "log: "
 _NOTHING_SAID: Any = getattr(
     click.exceptions, "NoArgsIsHelpError", ()
 )  # of click 8.2; before, help is printed
-_OF_THE_MACHINE = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask as the user whose file it is, or let this one read it"),
-    **dict.fromkeys(NO_ROOM, "make room: df -h"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "ulimit -n 4096"),
-    **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), "see what is used up: ulimit -a, free -m"),
-    **dict.fromkeys(
-        (errno.EROFS, errno.EIO, errno.ESTALE), "see what is mounted there, and whether it answers"
-    ),
-}
 
 
 @contextmanager
@@ -128,7 +118,7 @@ def show_unexpected(error: BaseException) -> Exit:
 
 def of_the_machine(error: OSError) -> UserError | None:
     """What the machine refuses (no permission, no room, no descriptor left), None: that is a defect of ours."""
-    hint = _OF_THE_MACHINE.get(error.errno or 0)
+    hint = HINTS_OF_THE_MACHINE.get(error.errno or 0)
     if hint is None:
         return None
     where = f"{error.filename}: " if error.filename else ""

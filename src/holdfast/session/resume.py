@@ -90,7 +90,7 @@ def candidates(
         restarted: this process replaces one that was lost.
 
     Raises:
-        UsageError, NothingToResume: see ``store.root.find``.
+        UsageError, NothingToResume, StoreUnreachable: see ``store.root.find``.
     """
     own: tuple[Place, ...] = ()
     place = None if root is None else Root(root)
@@ -113,8 +113,9 @@ def candidates(
     found = place.list()
     if not restarted:
         _warn_of_another_run(place, [v for v in found if v.valid])
-    paths = [place_of(v.path) for v in found if v.valid]
-    rejected = tuple(f"{v.name}: {v.reason}" for v in found if not v.valid)
+    # What may not be read may be the newest: who comes to it is told so, and does not go on from an older one.
+    paths = [place_of(v.path) for v in found if v.valid or v.denied]
+    rejected = tuple(f"{v.name}: {v.reason}" for v in found if not (v.valid or v.denied))
     if first and place.path / first in paths:
         paths.remove(place.path / first)
         paths.insert(0, place.path / first)
@@ -189,6 +190,7 @@ class Resume:
             NothingToResume: there were candidates and none could be loaded by all ranks.
             UsageError: what the user named does not exist.
             CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
+            StoreUnreachable: the newest cannot be read now, which says nothing about it.
             Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
         """
         found = self._share(look, root)

@@ -8,7 +8,8 @@ Invariants every store keeps:
 1. After :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) and :meth:`Attempt.sync` returned, what they
    cover survives a loss of power.
 2. What is missing or damaged raises :class:`CheckpointInvalid`, what cannot be written :class:`StoreWriteError`,
-   both with the place. A store that cannot be asked raises :class:`StoreUnreachable`.
+   both with the place. A store that cannot be asked raises :class:`StoreUnreachable`, also for a single file; where
+   this process has no right to ask, :class:`StoreDenied`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Invariants:
 2. Files are 0600, directories 0700, also the root, where it is made here; what is made for other programs is as the
    umask says.
 3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
-   :class:`CheckpointInvalid`, both with the path.
+   :class:`CheckpointInvalid`, or :class:`StoreUnreachable` where the error says nothing about the file; all with the
+   path.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
+from holdfast.errors import (
+    HINTS_OF_THE_MACHINE,
+    CheckpointInvalid,
+    StoreDenied,
+    StoreError,
+    StoreUnreachable,
+    StoreWriteError,
+)
 from holdfast.store.base import Closes
 from holdfast.store.place import Place
 
@@ -46,6 +54,15 @@ _HINTS = {
     errno.EEXIST: "something of this name is there already: choose another name",
     errno.ENOTEMPTY: "something of this name is there already: choose another name",
 }
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
+_AWAY = frozenset({
+    errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EKEYEXPIRED, errno.ENOKEY,
+})  # fmt: skip
+"""Numbers that say that this machine, or the one whose file system is mounted, cannot read now. EIO is not among them:
+it is what a bad block says."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What file systems without hard links answer (FAT, many that are mounted from an object store)."""
 
@@ -64,7 +81,8 @@ def writing(path: Place | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Place | str) -> Iterator[None]:
-    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``."""
+    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``, or :class:`StoreUnreachable`: nothing is known
+    about what cannot be asked for."""
     try:
         yield
     except FileNotFoundError as error:
@@ -72,7 +90,34 @@ def reading(path: Place | str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise CheckpointInvalid(f"{path}: is a symbolic link or not a directory") from error
-        raise CheckpointInvalid(f"cannot read {path}: {error.strerror or error}") from error
+        what = f"cannot read {path}: {error.strerror or error}"
+        if error.errno in _DENIED:
+            hint = HINTS_OF_THE_MACHINE[errno.EACCES]
+            raise StoreDenied(f"{what} ({_whose(Path(str(path)))})", hint=hint) from error
+        if error.errno in _AWAY:
+            hint = HINTS_OF_THE_MACHINE.get(error.errno, HINTS_OF_THE_MACHINE[errno.ESTALE])
+            raise StoreUnreachable(what, hint=hint) from error
+        raise CheckpointInvalid(what) from error
+
+
+def mode_of(path: Path) -> int | None:
+    """Kind and permissions of what is at a path; None: nothing. Raises: CheckpointInvalid, StoreUnreachable."""
+    with reading(path):
+        try:
+            return os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def _whose(path: Path) -> str:
+    """Who asks, and whose the file is, or the directory that hides it."""
+    asks = f"this process runs as uid {os.geteuid()}"
+    for there in (path.absolute(), *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            status = os.stat(there)
+            what = "it" if there == path.absolute() else str(there)
+            return f"{asks}; {what} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+    return asks
 
 
 class _New(NamedTuple):

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.core.ids import Generation, SaveId
-from holdfast.errors import NothingToResume, UsageError
+from holdfast.errors import NothingToResume, StoreDenied, UsageError
 from holdfast.store import manifest as form
+from holdfast.store.files import mode_of
 from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_attempt, open_store
 from holdfast.store.place import Place, Url, is_path, place_of
@@ -116,18 +118,28 @@ class Root:
         return [name for key, name in keyed if run is None or key[4] == run]
 
     def list(self, *, deep: bool = False) -> list[Validity]:
-        """Judge every attempt, newest first.
+        """Judge every attempt, newest first; what this process may not read is listed as denied.
 
         Raises:
-            CheckpointInvalid: the root cannot be read.
+            CheckpointInvalid, StoreUnreachable: the root cannot be read.
         """
-        return [inspect(self.path / name, deep) for name in self.names()]
+        return [self._judged(name, deep) for name in self.names()]
+
+    def _judged(self, name: str, deep: bool) -> Validity:
+        path = self.path / name
+        try:
+            return inspect(path, deep)
+        except StoreDenied as error:
+            step = (form.attempt_key(name) or (-1,))[0]
+            return Validity(
+                str(path), False, error.message, step, deep=deep, damage=(error.message,), denied=True
+            )
 
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
         """The newest valid checkpoint (of step ``at``), and the newer ones with the reason why they are not.
 
         Raises:
-            CheckpointInvalid: the root cannot be read.
+            CheckpointInvalid, StoreUnreachable: the root cannot be read, or an attempt that may be the newest.
         """
         rejected: list[Validity] = []
         chosen: Validity | None = None
@@ -177,6 +189,9 @@ class Root:
         for found in attempts:
             name = found.name
             if found.path in kept or name in spared:
+                continue
+            if found.denied:
+                spared[name] = found.reason
                 continue
             if not found.valid and name not in past and self._store.age_s(name) < grace_s:
                 spared[name] = f"unfinished and younger than {grace_s:g} s"
@@ -257,7 +272,7 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
     Raises:
         UsageError: not a path, STEP is not a number, or PLACE does not exist.
         NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
-        CheckpointInvalid: PLACE cannot be read.
+        CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     choice = choose(spec)
     if isinstance(choice, Choice):
@@ -269,7 +284,7 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
     """What there is to choose from where a root is named; an attempt is itself.
 
     Raises:
-        UsageError, CheckpointInvalid: as :func:`find`.
+        UsageError, CheckpointInvalid, StoreUnreachable: as :func:`find`.
     """
     if not isinstance(spec, str | os.PathLike | Url):
         raise UsageError(
@@ -283,11 +298,12 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
 
 def _check_directory(place: Path) -> None:
     """Raises: UsageError: nothing is there, or a file is, which may be one of a checkpoint."""
-    if not place.exists():
+    mode = mode_of(place)
+    if mode is None:
         raise UsageError(
             f"{place} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP"
         )
-    if place.is_file():
+    if stat.S_ISREG(mode):
         raise UsageError(
             f"{place} is a file, not a checkpoint directory",
             hint=f"name its directory: {place.absolute().parent}"
@@ -315,7 +331,7 @@ def _place_and_step(spec: str) -> tuple[Place, int | None]:
     if at_sign and step.isdecimal():
         return place_of(text), int(step)
     place = place_of(spec)
-    if at_sign and isinstance(place, Path) and not place.exists():
+    if at_sign and isinstance(place, Path) and mode_of(place) is None:
         raise UsageError(
             f"{spec!r}: what follows @ is not a step number", hint="write PATH@STEP, e.g. ckpts@1200"
         )

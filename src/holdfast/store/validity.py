@@ -106,6 +106,7 @@ class Validity(msgspec.Struct, frozen=True):
     size_bytes: int = 0
     damage: tuple[str, ...] = ()
     unfinished: bool = False  # not valid, and never was: a share was not written to its end
+    denied: bool = False  # not known: this process may not read it
 
     @property
     def name(self) -> str:
@@ -122,6 +123,9 @@ def inspect(
         deep: also read every tensor and compare its digests.
         threads: extents read and hashed at the same time (deep only).
         progress: called with the size in bytes of each extent after it was checked (deep only).
+
+    Raises:
+        StoreUnreachable: the files cannot be asked for, or (StoreDenied) not by this process.
     """
     step = (form.attempt_key(place_of(path).name) or (-1,))[0]
     try:
