@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,61 @@ def test_an_exit_file_that_is_none_does_not_hold_the_start(
     here.watch.start()
     here.watch.stop()
     assert not here.asked and "cannot read the exit file" in caplog.text
+
+
+Child = tuple[multiprocessing.process.BaseProcess, Connection]
+
+
+def _echo(line: Connection) -> None:
+    while True:
+        line.send(line.recv())
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    here = Watched()
+    here.watch.start()
+    yield here
+    here.watch.stop()
+
+
+@pytest.fixture
+def child(watched: Watched) -> Iterator[Child]:
+    """A process that was forked under a watch, as a data loader's or a pool's; what is sent there comes back."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_echo, args=(theirs,))
+    process.start()
+    ours.send("begun")
+    assert ours.recv() == "begun"
+    yield process, ours
+    process.kill()
+    process.join()
+
+
+def test_a_forked_process_that_is_terminated_ends_and_asks_nobody(watched: Watched, child: Child) -> None:
+    process, _ = child
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGUSR2)
+    until("the parent is asked", lambda: watched.asked)
+    assert watched.asked == ["SIGUSR2"], "not by the signal to the child"
+
+
+def test_a_forked_process_stays_while_its_parent_is_asked_too(watched: Watched, child: Child) -> None:
+    """As schedulers do it: the step under way may need its data loader."""
+    process, line = child
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    until("the parent is asked", lambda: watched.asked == ["SIGTERM"])
+    line.send("here")
+    assert line.recv() == "here"
+    watched.watch.stop()
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM, "nobody needs it any more"
 
 
 SCRIPT = """\

@@ -5,6 +5,10 @@ collective. The interpreter's C handler, however, writes the signal's number int
 thread reads it there. Handlers and the descriptor that were installed before are called and restored. SIGUSR1 is left
 alone where somebody uses it: scripts have their stacks printed by it.
 
+A forked process (a data loader's, a pool's) inherits handlers and descriptor. A signal to it alone
+(``Process.terminate()``) asks nobody, and ends it. Where its parent is asked at the same time (schedulers signal every
+process) it stays, because the step under way may need it.
+
 The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, size, content) counts once, and a
 version that was there before the session began does not count: a file left over must not stop the next run. One that
 is there but cannot be read is warned of, once.
@@ -15,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import select
 import signal
@@ -31,6 +36,7 @@ log = logging.getLogger("holdfast")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
 FILE_INTERVAL_S = 0.5
+CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
 FILE_SIZE_BYTES_MAX = 64 * 1024
 
 
@@ -42,6 +48,7 @@ class ExitWatch:
         exit_file: a file to look at, or None.
         grace_s: after a request the process may stay this long; then ``give_up`` is called. None: for ever.
         give_up: ends the process.
+        signals: those that ask.
     """
 
     def __init__(
@@ -50,11 +57,15 @@ class ExitWatch:
         exit_file: Path | None,
         grace_s: float | None,
         give_up: Callable[[], None],
+        signals: tuple[signal.Signals, ...] = SIGNALS,
     ) -> None:
         self._ask = ask
         self._file = exit_file
         self._grace_s = grace_s
         self._give_up = give_up
+        self._numbers = signals
+        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes: has a signal asked the parent
+        self._forked = False
         self._deadline_s: float | None = None
         self._seen: tuple[int, int, bytes] | None = None
         self._unreadable = False
@@ -71,17 +82,19 @@ class ExitWatch:
         self._quit_read, self._quit_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            for number in SIGNALS:
+            for number in self._numbers:
                 if number is not signal.SIGUSR1 or signal.getsignal(number) in _UNUSED:
                     self._before[number] = signal.signal(number, self._handle)
             self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=self._in_child)
         self._thread.start()
 
     def stop(self) -> None:
         """Restore what was there before."""
-        if self._quit_write < 0 or self._ending:
+        if self._quit_write < 0 or self._ending or self._forked:
             return
         self._ending = True
+        self._leaving[0] = 0
         os.write(self._quit_write, b"x")
         self._thread.join()
         if self._write >= 0:
@@ -98,6 +111,20 @@ class ExitWatch:
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
+        elif self._forked and before is signal.SIG_DFL and not self._parent_asked():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _in_child(self) -> None:
+        if self._before and not self._ending:
+            self._forked = True
+            signal.set_wakeup_fd(self._before_fd)
+
+    def _parent_asked(self) -> bool:
+        deadline_s = time.monotonic() + CHILD_WAIT_S
+        while not self._leaving[0] and time.monotonic() < deadline_s:
+            time.sleep(CHILD_WAIT_S / 100)
+        return bool(self._leaving[0])
 
     def _watch(self) -> None:
         poller = select.poll()  # no select(): a script may have more than 1024 files open
@@ -122,6 +149,7 @@ class ExitWatch:
                 os.write(self._before_fd, numbers)
         for number in self._before:
             if int(number) in numbers:
+                self._leaving[0] = 1
                 self._asked(number.name)
 
     def _asked(self, source: str) -> None:
