@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from holdfast.store.root import Root
 from tests.cli.command import clean_environment
 from tests.ranks import statuses
 from tests.runtime.runs import exists, until
+from tests.session.launch import run_torchrun
 
 pytestmark = [pytest.mark.processes, pytest.mark.torch]
 
@@ -100,6 +102,48 @@ def test_a_rank_in_the_middle_of_its_update_is_no_source(tmp_path: Path) -> None
     assert next(e for e in events if e.kind == "plan").data["writers"] == [1]
 
 
+def test_torchrun_asks_the_others_to_leave_while_they_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", "SAVE_TAKES_S": "2"}.items():
+        monkeypatch.setenv(name, value)
+    script = [str(HERE / "train.py"), str(STEPS), str(free_port()), str(tmp_path), "0@17:kill"]
+    done = run_torchrun(tmp_path, 2, *script)
+    assert "rank 1 leaves after the dying checkpoint" in done.stdout, "SIGTERM came while it wrote"
+    assert np.load(tmp_path / "step_17" / "rank_1.npz")["step"] == 17
+
+
+def test_writers_that_are_asked_to_leave_end_by_that_signal_when_they_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASKED_IN_SAVE", "1")
+    monkeypatch.setenv("SAVE_TAKES_S", "0.5")
+    codes, events = run(tmp_path, "0@17:kill")
+    assert codes == [-9, -15, -15, 1]
+    assert next(e for e in events if e.kind == "end").data["saved"]
+    assert sorted(os.listdir(tmp_path / "step_17")) == ["rank_1.npz", "rank_2.npz"]
+
+
+def test_a_rank_that_is_asked_to_leave_leaves_a_checkpoint(tmp_path: Path, undisturbed: set[bytes]) -> None:
+    codes, events = run(tmp_path, "1@17:term")
+    assert codes == [1, -15, 1, 1]
+    fault = next(e for e in events if e.kind == "fault")
+    assert fault.data == {"rank": 1, "what": "it was asked to leave: SIGTERM", "lost": False}
+    assert next(e for e in events if e.kind == "end").data["saved"]
+    assert run(tmp_path)[0] == [0] * WORLD
+    assert final(tmp_path) == undisturbed
+
+
+def test_a_rank_whose_training_ends_while_it_writes_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the last step, when the others had all they needed for it."""
+    monkeypatch.setenv("SAVE_TAKES_S", "1")
+    codes, _ = run(tmp_path, f"0@{STEPS - 1}:late")
+    assert codes == [-9, 1, 1, 1]
+    assert sorted(os.listdir(tmp_path / f"step_{STEPS}")) == ["rank_1.npz", "rank_2.npz"]
+
+
 def test_an_address_that_others_reach_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="without a secret"):
         start_controller("10.0.0.1", 29999, 2)
@@ -153,8 +197,10 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 STOPPED = """
-import sys
+import os, signal, sys
 from holdfast.compat import framework_ttp as ttp
+if sys.argv[2:]:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 ttp.ttp_init_processor(0, [0, 1], 2, 2, 1)
 ttp.ttp_start_processor("127.0.0.1", int(sys.argv[1]))
 while True:
@@ -184,6 +230,32 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
         rank.kill()
         rank.communicate()
         other.close()
+        os.waitpid(pid, 0)
+        token_path("127.0.0.1", port).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("own", "code"), [([], -signal.SIGTERM), (["a handler of its own"], 5)])
+def test_sigterm_is_held_off_by_nobody_without_a_controller_or_where_the_script_handles_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[str], code: int
+) -> None:
+    port, path = free_port(), tmp_path / "log.jsonl"
+    monkeypatch.setenv(LOG_VARIABLE, str(path))
+    pid = start_controller("127.0.0.1", port, 2)
+    until("it listens", lambda: journal.read(path).events)
+    command = [sys.executable, "-c", STOPPED, str(port), *own]
+    rank = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        until("it is here", lambda: [e for e in journal.read(path).events if e.kind == "here"])
+        if not own:
+            os.kill(pid, 9)
+            assert rank.stderr is not None and "the TTP controller is lost" in rank.stderr.readline()
+        rank.terminate()
+        assert rank.wait(BOUND_S) == code
+    finally:
+        rank.kill()
+        rank.communicate()
+        if own:
+            os.kill(pid, 9)
         os.waitpid(pid, 0)
         token_path("127.0.0.1", port).unlink(missing_ok=True)
 

@@ -1,13 +1,15 @@
 """A script as the Megatron chapter writes it: data parallel over gloo, its own save and rename handlers.
 
-train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn
-With CHAPTER=1: the chapter's own handlers.
+train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn, term; late: killed once its part of the step is
+given, and the others go on when the dying checkpoint has begun
+With CHAPTER=1: the chapter's own handlers. SAVE_TAKES_S: seconds. ASKED_IN_SAVE=1: SIGTERM to each writer as it writes.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,9 @@ def save(
         for i, p in enumerate(model.parameters())
     }
     os.makedirs(f"{folder}/step_{step}_tmp", exist_ok=True)
+    if "ASKED_IN_SAVE" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(os.environ.get("SAVE_TAKES_S", "0")))
     values: dict[str, Any] = {"step": np.array(iteration), **arrays, **moments}
     np.savez(f"{folder}/step_{step}_tmp/rank_{dist_rank}.npz", **values)
 
@@ -58,6 +63,12 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return int(data["step"])
 
 
+def await_plan() -> None:
+    deadline_s = time.monotonic() + 60
+    while '"plan"' not in Path(os.environ["HOLDFAST_TTP_LOG"]).read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
 @ttp.ttp_to_persist  # type: ignore[untyped-decorator]
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     world = dist.get_world_size()
@@ -75,14 +86,17 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     while iteration < steps:
         generator = torch.Generator().manual_seed(iteration * 100 + dist_rank)
         ((model(torch.randn(8, 16, generator=generator)) - 1) ** 2).mean().backward()
-        if dist_rank == int(victim) and iteration == when and how in ("kill", "raise"):
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+        struck = dist_rank == int(victim) and iteration == when
+        if struck and how in ("kill", "term"):
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
+        if struck and how == "raise":
             raise ValueError("the script fell over")
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
+        if struck and how == "late":
+            os.kill(os.getpid(), signal.SIGKILL)
         ttp.ttp_start_updating_os(-1)
-        if dist_rank == int(victim) and iteration == when and how == "torn":
+        if struck and how == "torn":
             next(iter(model.parameters())).data.zero_()
             raise ValueError("in the middle of the update")
         optimizer.step()
@@ -90,6 +104,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         iteration += 1
         ttp.ttp_set_ckpt_args((iteration, model, optimizer, *more))
         ttp.ttp_end_updating_os(iteration)
+        if how == "late" and iteration == when + 1:
+            await_plan()
         time.sleep(0.01)
 
 

@@ -8,12 +8,16 @@ Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
 2. The save handler runs only while no update is under way, with the step that was told.
 3. A stopped process ends: by the controller's order, or because the controller is lost.
+4. SIGTERM, where the script has no handler of its own for it, is a fault like any other, and ends the process after the
+   dying checkpoint: torchrun sends it to the living as soon as one worker has died, which is while they write.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from holdfast.compat.dump import (
     REACH_S,
+    SAVE_S,
     STAND_S,
     TEXT_SIZE_MAX,
     Done,
@@ -41,6 +46,7 @@ from holdfast.compat.line import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, m
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.rundir import open_log
+from holdfast.session.signals import ExitWatch
 
 log = logging.getLogger("holdfast")
 
@@ -83,6 +89,12 @@ def start_controller(host: str, port: int, world_size: int) -> int:
         os.close(null)
 
 
+def end_by_sigterm() -> None:
+    """End as SIGTERM ends a process that has no handler for it; from any thread, where Python changes none."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Processor:
     """See the module.
 
@@ -102,7 +114,12 @@ class Processor:
         self._limit: int | None = None  # None: no limit; no update beyond this step begins
         self._reported = False
         self._left = False
+        self._deaf = False  # the controller is lost, and no fault had stopped the job
+        self._ending = False  # SIGTERM has come
         self._channel: BlockingChannel[Message] | None = None
+        # As long as the controller waits for a save. A launcher that waits less (torchrun: 30 s) sends SIGKILL.
+        self._watch = ExitWatch(self._asked, None, SAVE_S, end_by_sigterm, signals=(signal.SIGTERM,))
+        self._handler: object = signal.SIG_DFL
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------ life
@@ -127,13 +144,19 @@ class Processor:
         self._channel.send(Here(rank=self.rank, world_size=self.world_size, pid=os.getpid()))
         self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
         self._thread.start()
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._watch.start()
+            self._handler = signal.getsignal(signal.SIGTERM)
 
     def close(self) -> None:
-        """The training is over."""
+        """The training is over. Does not return while a dying checkpoint is made: this rank may be writing it."""
         with self._changed:
             if self._left:
                 return
-            self._left = True
+            self._left = self._limit is None and not self._ending
+        if not self._left and threading.current_thread() is not self._thread:
+            self.wait_end()
+        self._watch.stop()
         self._tell(Done(rank=self.rank))
         if self._channel is not None:
             self._channel.close()
@@ -172,6 +195,22 @@ class Processor:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(RETRY_S)
 
+    # ------------------------------------------------------------------ the thread that sees signals
+
+    def _asked(self, source: str) -> None:
+        if signal.getsignal(signal.SIGTERM) != self._handler:
+            return  # the script has set its own meanwhile
+        with self._changed:
+            self._ending = held = not self._left and not self._deaf
+        if held:
+            log.warning("holdfast: %s: rank %d leaves after the dying checkpoint", source, self.rank)
+            self._tell(Faulted(rank=self.rank, what=f"it was asked to leave: {source}"))
+            with self._changed:
+                self._changed.wait_for(lambda: self._deaf or self._limit is not None, STAND_S)
+                held = self._limit is not None
+        if not held:
+            end_by_sigterm()
+
     # ------------------------------------------------------------------ the listening thread
 
     def _listen(self) -> None:
@@ -187,6 +226,9 @@ class Processor:
                         Exit(step=self.step, saved=False, reason=f"the TTP controller is lost: {error}")
                     )
                 log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)
+                with self._changed:
+                    self._deaf = True
+                    self._changed.notify_all()
                 return
             match message:
                 case Stop():
@@ -230,6 +272,8 @@ class Processor:
         )
         log.error("holdfast: the training ends: %s", saved)
         self._try("exit", order)
+        if self._ending:
+            end_by_sigterm()
         os._exit(1)
 
     def _try(self, name: str, order: Message) -> str:
