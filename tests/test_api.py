@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import holdfast
@@ -123,3 +124,8 @@ def test_the_command_is_a_module_as_well() -> None:
         )
     ]
     assert texts[0] == texts[1] and "drill" in texts[0]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert holdfast.__version__ == project["project"]["version"]

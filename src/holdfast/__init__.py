@@ -34,13 +34,14 @@ from holdfast.errors import (
     UsageError,
     UserError,
 )
+from holdfast.release import VERSION
 
 if TYPE_CHECKING:
     from holdfast.session.api import load
     from holdfast.session.api import open_session as session
     from holdfast.store.policy import BestInterval, EverySeconds, EverySteps, KeepEvery
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AuthError",

@@ -118,6 +118,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+_SAME_TOKEN = "use the one token file of this run, the same on every host: --token-file"
+SAME_VERSION = "install the same version of holdfast on every host"
 Greeting = Challenge | Answer | Welcome | Refused
 
 
@@ -284,14 +286,14 @@ class Link(Generic[M]):
         if isinstance(greeting, Refused) and self._role is not None:
             raise AuthError(
                 f"the server refused this {self._role}: wrong {greeting.reason}",
-                hint="use the token file of this run, and the same version of holdfast on both sides",
+                hint=SAME_VERSION if greeting.reason == "version" else _SAME_TOKEN,
             )
         if isinstance(greeting, Challenge) and self._role is not None and not self._peer_nonce:
             self._answer(greeting, self._role)
         elif isinstance(greeting, Welcome) and self._role is not None and self._peer_nonce:
             expected = self._proof("server", self._role, self._peer_nonce, self._nonce)
             if not hmac.compare_digest(expected, greeting.proof):
-                raise AuthError("the server does not know the token of this run")
+                raise AuthError("the server does not know the token of this run", hint=_SAME_TOKEN)
             self._opened()
         elif isinstance(greeting, Answer) and self._role is None:
             self._judge(greeting)
@@ -303,7 +305,7 @@ class Link(Generic[M]):
         if challenge.version != PROTOCOL_VERSION:
             raise AuthError(
                 f"the server speaks protocol version {challenge.version}, this process {PROTOCOL_VERSION}",
-                hint="use the same version of holdfast everywhere in a run",
+                hint=SAME_VERSION,
             )
         self._peer_nonce = challenge.nonce
         proof = self._proof("client", role, challenge.nonce, self._nonce)

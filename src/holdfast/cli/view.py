@@ -255,6 +255,14 @@ class Story:
             "without it a lost node costs everything"
         )
 
+    def _on_versions_differ(self, event: Event, data: dict[str, Any]) -> None:
+        text = (
+            f"{data['what']} is {data['here']} on this host, {data['there']} on {data['node']}: they may compute "
+            "differently; install the same on every host"
+        )
+        if text not in self.warnings:  # a successor of the agent meets the others again
+            self.warnings.append(text)
+
     def _on_no_majority(self, event: Event, data: dict[str, Any]) -> None:
         self.cut_off = True
         self.warnings.append(f"{data['reason']}: sealing what is committed here, then leaving")

@@ -6,6 +6,8 @@ they serve each other's workers when a process group is built. These messages ne
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from holdfast.core.ids import MemberId, NodeId
@@ -24,14 +26,26 @@ class Peer(msgspec.Struct, frozen=True):
     memory_port: int = 0  # where it takes and gives states that ranks keep in memory
 
 
+VERSION_LENGTH_MAX = 64
+VersionText = Annotated[str, msgspec.Meta(max_length=VERSION_LENGTH_MAX)]
+Versions = Annotated[dict[VersionText, VersionText], msgspec.Meta(max_length=16)]
+
+
 class PeerHello(Message, frozen=True):
-    """First message on a line between agents: who I am, what I was started with, and whom I know."""
+    """First message on a line between agents: who I am, what I was started with, and whom I know.
+
+    Attributes:
+        holdfast: my version; an agent with another one does not belong to the job.
+        versions: of what else should be the same everywhere.
+    """
 
     peer: Peer
     job: str
     nodes: int
     slots: int
     known: tuple[Peer, ...] = ()
+    holdfast: VersionText = ""
+    versions: Versions = msgspec.field(default_factory=dict)
 
 
 class PeerList(Message, frozen=True):
@@ -42,7 +56,7 @@ class PeerList(Message, frozen=True):
 
 
 class PeerRefused(Message, frozen=True):
-    """You do not belong here: another node number, or another number of workers."""
+    """You do not belong here: another node number, number of workers, or version."""
 
     reason: str
 

@@ -38,6 +38,8 @@ PACKAGES = (
     "lightning", "megatron-core", "msgspec",
 )  # fmt: skip
 
+FRAMEWORKS = ("torch", "mindspore", "tensorflow-cpu", "tensorflow")
+
 
 class Started(msgspec.Struct, frozen=True):
     """One line. ``withheld``: variables that are not shown."""
@@ -62,6 +64,12 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def alike() -> dict[str, str]:
+    """What all nodes of a job should have in the same version: Python (its minor one), and the frameworks."""
+    found = {name: text for name, text in versions().items() if name in FRAMEWORKS}
+    return {"python": "{}.{}".format(*sys.version_info), **found}
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:

@@ -15,16 +15,18 @@ from fcntl import ioctl
 
 import msgspec
 
-from holdfast.core.council import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
+from holdfast.core.council import VERSION_LENGTH_MAX, Peer, PeerHello, PeerList, PeerMessage, PeerRefused
 from holdfast.core.ids import NodeId
 from holdfast.core.membership import node_order
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.journal import Journal
+from holdfast.release import VERSION
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
+from holdfast.runtime.environment import alike
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.settings import RunSettings
-from holdfast.wire import Codec
+from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
@@ -72,6 +74,10 @@ class Peers:
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
         self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
         self._unreached: dict[tuple[str, int], str] = {}  # why the last dial to it failed
+        self._sent_away: dict[NodeId, str] = {}  # why, in one line
+        # Of another interpreter nothing is known here.
+        self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
+        self._told: set[tuple[str, str]] = set()  # versions of others that were warned of
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
@@ -179,8 +185,7 @@ class Peers:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await self._hub.connect(host, port, "peer")
         except AuthError as error:
-            hint = "\n  next: one token file, the same on every host: --token-file"
-            self._turned_away((host, port), f"{error.message} ({host}:{port}){hint}")
+            self._turned_away((host, port), f"{error.message} ({host}:{port})\n  next: {error.hint}")
         except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
             self._unreached[host, port] = _why(error)
         else:
@@ -200,13 +205,15 @@ class Peers:
         said = [f"{host}:{port}: {why}" for (host, port), why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(f"{count} connections with another token were refused")
+        said += [why for _, why in sorted(self._sent_away.items())]
         return "".join(f"; {each}" for each in said)
 
     def _greet(self, channel: Channel[PeerMessage]) -> None:
         settings, known = self._settings, tuple(self.known.values())
         hello = PeerHello(
-            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.nproc, known=known
-        )
+            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.nproc, known=known,
+            holdfast=VERSION, versions=self._versions,
+        )  # fmt: skip
         channel.send(hello)
 
     def _heard(self, channel: Channel[PeerMessage], message: PeerMessage) -> None:
@@ -229,11 +236,14 @@ class Peers:
             return  # this agent dialled: the other one judges
         if why:
             self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
+            self._sent_away[peer.node_id] = why.partition("\n")[0]
             channel.send(PeerRefused(reason=why))
             channel.close()
             return
         self._node_of[channel] = peer.node_id
         self._refused.pop((peer.host, peer.port), None)
+        self._sent_away.pop(peer.node_id, None)
+        self._compare(hello)
         before = self._lines.get(peer.node_id)
         if before is not channel and before is not None:
             channel = self._choose(peer.node_id, before, channel)
@@ -258,8 +268,22 @@ class Peers:
         older.close()
         return newer
 
+    def _compare(self, hello: PeerHello) -> None:
+        """Tell what differs and may do: once, however many nodes have it."""
+        for name in sorted(self._versions.keys() & hello.versions.keys()):
+            here, there = self._versions[name], hello.versions[name]
+            if here != there and (name, there) not in self._told:
+                self._told.add((name, there))
+                data = {"node": hello.peer.node_id, "what": name, "here": here, "there": there}
+                self._journal.append("versions_differ", data)
+
     def _unfit(self, hello: PeerHello) -> str:
         settings, peer = self._settings, hello.peer
+        if hello.holdfast != VERSION:
+            return (
+                f"{peer.node_id} has holdfast {hello.holdfast or 'of a version that it does not say'}, "
+                f"{self.me} has {VERSION}\n  next: {SAME_VERSION}"
+            )
         if (hello.nodes, hello.slots) != (settings.nnodes, settings.nproc):
             return (
                 f"{peer.node_id} was started for {hello.nodes} nodes of {hello.slots} workers, "
