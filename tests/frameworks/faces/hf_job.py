@@ -3,7 +3,7 @@
 ``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
 CALL counts calls of ``training_step``. ``--evaluate steps|epoch``: every three steps, or after each epoch.
 ``--save``: every three steps. ``--kill-in evaluation|save``: CALL counts batches evaluated, or saves half written.
-``--resume``: a checkpoint of the Trainer's own.
+``--resume``: a checkpoint of the Trainer's own. ``--plateau``: the scores of evaluations decide on the learning rate.
 """
 
 from __future__ import annotations
@@ -100,16 +100,21 @@ def main() -> None:
     parser.add_argument("--evaluate", default="no")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--resume", default=None)
+    parser.add_argument("--plateau", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
+    schedule: dict[str, Any] = {}
+    if given.plateau:  # it halves where a score is not better than the one before
+        schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
+        schedule["lr_scheduler_kwargs"] = {"patience": 0, "factor": 0.5}
     args = TrainingArguments(
         output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
         average_tokens_across_devices=True, eval_strategy=given.evaluate, eval_steps=3,
-        save_strategy="steps" if given.save else "no", save_steps=3,
+        save_strategy="steps" if given.save else "no", save_steps=3, **schedule,
     )  # fmt: skip
     trainer = Job(model=model, args=args, train_dataset=Pieces(), eval_dataset=Pieces())
     trainer.arm(given)
