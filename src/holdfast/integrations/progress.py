@@ -79,8 +79,10 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         """The part ``after`` of a position; ``norm``: of the gradients, to be logged."""
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
-        logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}
-        if "should_evaluate" in due:  # its score may change them
+        logged: dict[str, Any] = {}
+        if due:
+            logged = {"norm": None if norm is None else float(norm), "rate": self._rate}
+        if "should_evaluate" in due:  # its score may decide on the rate
             logged["schedule"] = schedule_of([self._trainer.lr_scheduler], self._trainer.optimizer)
         return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
 

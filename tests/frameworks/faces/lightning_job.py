@@ -1,8 +1,9 @@
 """A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
 
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts ``training_step``; with ``--kill-in validation``, ``validation_step``.
-``--check N``: validates every N batches, and not at the end of an epoch.
+CALL counts ``training_step``; with ``--kill-in validation``, ``validation_step``; with ``--kill-in epoch``, epochs that
+begin. ``--check N``: validates every N batches, and not at the end of an epoch. ``--plateau``: the scores that this
+gives decide on the learning rate.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ SAMPLES = 4 * 4 * BATCHES
 class Net(pl.LightningModule):  # type: ignore[misc]
     """Batch norm, and dropout where asked for: a plain run draws other random numbers."""
 
-    def __init__(self, faults: dict[int, str], killed: Path, dropout: float, kill_in: str) -> None:
+    def __init__(self, faults: dict[int, str], given: argparse.Namespace) -> None:
         super().__init__()
-        self.faults = faults if kill_in == "step" else {}
-        self.faults_in_validation = faults if kill_in == "validation" else {}
+        self.faults = faults if given.kill_in == "step" else {}
+        self.faults_between = {} if given.kill_in == "step" else faults
+        self.kill_in = given.kill_in
+        self.plateau = given.plateau
         self.validations = 0
-        self.killed = killed
+        self.killed = given.output / "killed"
         self.calls = 0
         self.net = nn.Sequential(
-            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(given.dropout), nn.Linear(16, 1)
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -65,13 +68,23 @@ class Net(pl.LightningModule):  # type: ignore[misc]
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         """The same, of held-out data."""
         self.validations += 1
-        if self.validations in self.faults_in_validation:
+        if self.kill_in == "validation" and self.validations in self.faults_between:
             self.kill()
         self.log("held_out", (self.net(batch[0]) - batch[1]).square().mean(), sync_dist=True)
 
+    def on_train_epoch_start(self) -> None:
+        """The end of the epoch before has changed the learning rate; nobody is in the next step."""
+        if self.kill_in == "epoch":
+            if self.current_epoch + 1 in self.faults_between:
+                self.kill()
+            self.trainer.strategy.barrier()
+
     def configure_optimizers(self) -> Any:
-        """AdamW, a schedule by epoch."""
+        """AdamW; a schedule by epoch, or one that halves where two scores are not better."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.plateau:
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "held_out"}}
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
@@ -113,6 +126,7 @@ def main() -> None:
     parser.add_argument("--kill-in", default="step")
     parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--plateau", action="store_true")
     given = parser.parse_args()
     faults = {}
     for kind in ("cut", "leave", "kill"):
@@ -121,7 +135,7 @@ def main() -> None:
             faults[int(call)] = kind
     pl.seed_everything(0)
     given.output.mkdir(exist_ok=True)
-    module = Net(faults, given.output / "killed", given.dropout, given.kill_in)
+    module = Net(faults, given)
     ranks = int(os.environ["WORLD_SIZE"])
     x = torch.randn(SAMPLES, 4)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))

@@ -38,6 +38,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results(where)
 
 
+def validated(
+    where: Path, plain: dict[str, Any], check: int, *more: str
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Arguments of a job that validates every ``check`` batches (0: after each epoch), and its end without us."""
+    given = ("--output", "out", *(("--check", str(check)) if check else ()), *more)
+    if check or more:
+        code, output = run(where / "plain", ["torchrun"], JOB, *given, "--plain")
+        assert code == 0, output
+        plain = results(where / "plain")
+    return given, plain
+
+
 @pytest.mark.smoke
 def test_example_survives_a_kill(tmp_path: Path) -> None:
     code, output = drill(tmp_path, "kill:rank=1@step=13", EXAMPLES / "lightning_module.py", "--epochs", "2")
@@ -94,11 +106,7 @@ def test_killed_in_the_first_step_after_a_validation(
     tmp_path: Path, plain: dict[str, Any], check: int, kill: str, flags: tuple[str, ...]
 ) -> None:
     """A newcomer begins after the validation, with what the callbacks made of it."""
-    given = ("--output", "out", *(("--check", str(check)) if check else ()))
-    if check:
-        code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
-        assert code == 0, output
-        plain = results(tmp_path / "plain")
+    given, plain = validated(tmp_path, plain, check)
     code, output = run(tmp_path, ["holdfast", "run", *flags], JOB, *given, "--kill", kill)
     assert code == 0, output
     assert {**results(tmp_path), "calls": 0} == {**plain, "calls": 0}
@@ -116,16 +124,22 @@ def test_killed_in_the_first_step_after_a_validation(
 def test_a_validation_that_a_kill_cuts_off_is_done_after_the_restart(
     tmp_path: Path, plain: dict[str, Any], check: int, kill: str
 ) -> None:
-    given = ("--output", "out", *(("--check", str(check)) if check else ()))
-    if check:
-        code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
-        assert code == 0, output
-        plain = results(tmp_path / "plain")
-    given = (*given, "--kill-in", "validation", "--kill", kill)
-    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given)
+    given, plain = validated(tmp_path, plain, check)
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill-in", "validation", "--kill", kill)
     assert code == 0, output
     assert {**results(tmp_path), "calls": 0} == {**plain, "calls": 0}
     assert "1 fault, 0 steps lost" in output
+
+
+def test_a_score_that_decides_on_the_learning_rate_counts_once(tmp_path: Path, plain: dict[str, Any]) -> None:
+    """Killed when it has decided, before the next step."""
+    given, plain = validated(tmp_path, plain, 0, "--plateau")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill-in", "epoch", "--kill", "1@3")
+    assert code == 0, output
+    # What was saved of that epoch is saved again, under another name.
+    ended = {"calls": 0, "files": []}
+    assert {**results(tmp_path), **ended} == {**plain, **ended}
+    assert "restart last gasp" in output
 
 
 @pytest.mark.parametrize("call", [8, 10])  # in the middle of the second epoch, and at its end
