@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from holdfast.cli.ckpt import size_bytes
@@ -17,7 +18,7 @@ from holdfast.store.place import place_of
 from holdfast.store.root import find, resolve
 from holdfast.store.validity import inspect
 from tests.store.test_damage import flip
-from tests.store.worlds import pipeline, save, save_id
+from tests.store.worlds import pipeline, replicated, save, save_id
 
 WORLD = pipeline(edge=8)
 
@@ -42,6 +43,14 @@ def root(tmp_path: Path) -> Path:
     flip(shard(tmp_path / "root", 30), 9)
     os.truncate(shard(tmp_path / "root", 20), shard(tmp_path / "root", 20).stat().st_size - 1)
     return tmp_path / "root"
+
+
+def test_one_rank_and_one_tensor_are_counted_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, replicated(1, {"w": np.zeros(3)}), save_id(1))
+    assert "1 rank, written by 1," in run(capsys, "show", str(tmp_path))[1]
+    assert "1 tensor, " in run(capsys, "verify", str(tmp_path))[1]
 
 
 def test_what_was_passed_over_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

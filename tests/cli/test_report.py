@@ -35,7 +35,7 @@ CORRUPTED: dict[str, Field] = {
     "nodes": ["node0"],
     "certain": True,
     "step": 20,
-    "evidence": ["body.weight[0:4]: rank(s) 1 against 3 of 4 holders"],
+    "evidence": ["body.weight[0:4]: rank 1 against 3 of 4 holders"],
 }
 
 

@@ -47,7 +47,7 @@ def decide(on_fault: str = "auto", **changes: Any) -> Verdict:
         ("recompute", {}, "restart", "restart_last_gasp"),
         ("recompute", UNCOVERED, "disk", "restart_checkpoint"),
         ("auto", {"step": None}, "begin", "restart_fresh"),
-        ("auto", {"room": "there is room for 4 ranks, 2 run"}, "grow", "restart_last_gasp"),
+        ("auto", {"room": "there is room for 4 ranks, 2 now"}, "grow", "restart_last_gasp"),
         ("restart", {}, "restart", "restart_last_gasp"),
         ("restart", WHOLE, "retry", "retry_in_place"),
         ("process", {}, "replace", "replace"),

@@ -284,7 +284,7 @@ def test_half_of_the_nodes_go_on_and_the_rest_is_taken_back() -> None:
     beat(job, set(job.controller.job.slots))
     assert job.record("fenced")["reason"] == "there is room for 8 ranks"
     come_to_rest(job, 7)
-    assert "there is room for 8 ranks, 4 run" in job.record("verdict")["reason"]
+    assert "there is room for 8 ranks, 4 now" in job.record("verdict")["reason"]
     assert job.record("resized") == {"ranks_before": 4, "ranks": 8}
     assert [o.world_size for o in job.sent(StartMembers)] == [8] * 4
     # A controller of the next term knows how many ranks run now.

@@ -118,7 +118,7 @@ def test_state_that_is_not_the_same_everywhere_is_told_once(calm: Calm, tmp_path
     code, output, _ = run(tmp_path / "job", "owning")
     assert code == 0 and output.count('state "wrong" is not the same on all ranks') == 1, output
     assert 'state "right"' not in output
-    assert output.count("1 buffer(s), mine first, are not the same on all ranks") == 1, output
+    assert output.count("not the same on all ranks: 1 buffer, mine first") == 1, output
 
 
 def test_a_division_that_a_fault_would_change_is_warned_of(tmp_path: Path) -> None:

@@ -43,5 +43,5 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
 
     code, said = run(tmp_path, "--until", "6", "--odd", "1")
     assert code == Exit.BAD_INPUT, said
-    assert "cannot be loaded by 1 rank(s); rank 1: " in said  # rank 0, whose model fits
+    assert "cannot be loaded by 1 rank; rank 1: " in said  # rank 0, whose model fits
     assert said.count("missing: other.weight") >= 2  # both say what differs

@@ -111,8 +111,8 @@ def test_a_rank_without_a_layout_makes_the_plan_incomplete() -> None:
     catalogue = Catalogue.from_layouts({0: world.state(0).layout(0, 2)})
     shares = plan(catalogue, frozenset({0}))
     assert not shares.complete
-    assert "rank(s) 1 declared no layout" in shares.why_incomplete()
-    with pytest.raises(StateError, match="rank\\(s\\) 1"):
+    assert "rank 1 declared no layout" in shares.why_incomplete()
+    with pytest.raises(StateError, match="rank 1"):
         plan(catalogue, frozenset({0, 1}))
 
 

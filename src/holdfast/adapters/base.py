@@ -13,6 +13,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+from holdfast.wording import plural
 
 
 class Aborted(BaseException):
@@ -54,7 +55,7 @@ class DataIdentity(NamedTuple):
     def differs(self, other: DataIdentity) -> str:
         """In words, or empty."""
         if self.length != other.length:
-            return f"{self.length} samples, not {other.length}"
+            return f"{plural(self.length, 'sample')}, not {other.length}"
         if self.content and other.content and self.content != other.content:
             return f"as many samples ({self.length}), but other ones"
         return ""

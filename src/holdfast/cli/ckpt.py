@@ -32,6 +32,7 @@ from holdfast.store.repair import Repaired, repair
 from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect
+from holdfast.wording import plural
 
 HOLDERS_SHOWN = 10_000
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
@@ -91,7 +92,7 @@ def show(checkpoint: str, as_json: bool) -> int:
         _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
         return 0
     console = table_console()
-    console.print(f"{path}\nstep {judged.step}, {_state(judged)}, {judged.world} ranks, written by "
+    console.print(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
                   f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
                   f"values: {', '.join(sorted(values)) or 'none'}", soft_wrap=True)  # fmt: skip
     table = _table("tensor", "dtype", "shape", "boxes", "size")
@@ -114,7 +115,9 @@ def verify(checkpoint: str, as_json: bool) -> int:
         if not judged.valid:
             raise CheckpointInvalid(judged.reason)
     if not as_json:
-        click.echo(f"{path}: {_state(judged)}, {judged.tensors} tensors, {_size(judged.size_bytes)} verified")
+        click.echo(
+            f"{path}: {_state(judged)}, {plural(judged.tensors, 'tensor')}, {_size(judged.size_bytes)} verified"
+        )
         for line in judged.damage:
             click.echo(f"  damaged, a copy makes up for it: {line}")
         if judged.damage:

@@ -30,6 +30,7 @@ from holdfast.store.opening import open_store
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
 from holdfast.store.tools import holdings
+from holdfast.wording import plural
 
 PYTHON_LEAST = (3, 11)
 FILES_LEAST = 4096
@@ -108,7 +109,7 @@ def _torch() -> Finding:
             "torch", "bad", f"{torch.__version__} without torch.distributed", "install another build"
         )
     backends = [name for name in ("gloo", "nccl") if getattr(distributed, f"is_{name}_available")()]
-    devices = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "CPU only"
+    devices = plural(torch.cuda.device_count(), "GPU") if torch.cuda.is_available() else "CPU only"
     return Finding("torch", "good", f"{torch.__version__}, {' and '.join(backends)}, {devices}")
 
 

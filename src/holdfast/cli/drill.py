@@ -25,6 +25,7 @@ from holdfast.drill.proof import LAYOUTS, Drill, Exercise, Verdict, require_torc
 from holdfast.drill.timeline import FaultReport
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
+from holdfast.wording import plural
 
 WORDS = {
     "detected": "the control plane knows",
@@ -98,15 +99,15 @@ def drill(
         exercise = Exercise((*(("-m",) if module else ()), script, *args), nproc, results=False)
     chosen = secrets.randbelow(1 << 16) if seed is None else seed
     base = Path(run_dir) / time.strftime(f"drill-%Y%m%d-%H%M%S-{chosen}")
-    what = script or f"{size} model, {layout}, {steps} steps"
+    what = script or f"{size} model, {layout}, {plural(steps, 'step')}"
     try:
         with Screen(marked=False) as screen, _interruptible(screen):
             proof = Drill(
                 base, exercise, chosen, lambda name, step, done: screen.status(_line(name, step, done))
             )
-            screen.say(f"drill: {nproc} workers, {what}, seed {chosen}, logs in {base}")
+            screen.say(f"drill: {plural(nproc, 'worker')}, {what}, seed {chosen}, logs in {base}")
             reference = proof.undisturbed()
-            screen.say(f"undisturbed run: {reference.step} steps in {reference.duration_s:.1f} s")
+            screen.say(f"undisturbed run: {plural(reference.step, 'step')} in {reference.duration_s:.1f} s")
             planned = proof.plan(specs)
             screen.say(f"now with {_several(planned)}")
             verdict = proof.disturbed("disturbed", planned)

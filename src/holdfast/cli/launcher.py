@@ -24,7 +24,7 @@ from holdfast.cli.find import name_of
 from holdfast.cli.output import outlive_full_disk
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
-from holdfast.cli.status import again, facts, fault_text, first_line, plural
+from holdfast.cli.status import again, facts, fault_text, first_line
 from holdfast.cli.tail import LogTail
 from holdfast.cli.view import FaultView, RunView, Watch, log_of
 from holdfast.core.messages import ExitRun, StopRun
@@ -35,6 +35,7 @@ from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.pids import reap_others, stopped
 from holdfast.runtime.remains import remove_forgotten
 from holdfast.runtime.rundir import RunDir, last_lines
+from holdfast.wording import plural
 
 POLL_S = 0.1
 LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls

@@ -15,6 +15,7 @@ from holdfast.errors import NotMet, UnsupportedError, UsageError
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import JOIN_S, RunSettings
+from holdfast.wording import plural
 
 DEFAULT_PORT = 29500
 LOOK_S = 1.0
@@ -205,7 +206,7 @@ def shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
         return 0
     if not 0 < least < nodes.least:
         raise UsageError(
-            f"--shrink-to {least} with {nodes.least} nodes that hold ranks: 1 to {nodes.least - 1} can be meant",
+            f"--shrink-to {least} with {plural(nodes.least, 'node')} for ranks: 1 to {nodes.least - 1} can be meant",
             hint="leave --shrink-to out to wait for a node instead",
         )
     if values["framework"] != "torch":
@@ -234,7 +235,7 @@ def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
         return ()
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
     spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
-    notes = [f"{where}; {nodes.least} nodes of {settings.nproc} workers{spares}"]
+    notes = [f"{where}; {plural(nodes.least, 'node')} of {plural(settings.nproc, 'worker')}{spares}"]
     if nodes.bind.startswith("127."):
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"

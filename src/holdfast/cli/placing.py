@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from holdfast.cli.errors import say
 from holdfast.errors import UsageError
 from holdfast.runtime.ranktable import COMPLETED, RankTable, Server, read, refusal
+from holdfast.wording import plural
 
 WAIT_S = 120.0  # as long as its hosts may be apart
 LOOK_S = 0.5
@@ -114,7 +115,7 @@ def _nnodes(values: Mapping[str, Any], given: frozenset[str], hosts: int, path: 
         return hosts
     least, _, most = text.partition(":")
     if least != str(hosts) or not (most or least).isdecimal():
-        raise UsageError(f"--nnodes {text}, but the rank table {path} has {hosts} hosts",
+        raise UsageError(f"--nnodes {text}, but the rank table {path} has {plural(hosts, 'host')}",
                          hint=f"leave --nnodes out, or --nnodes {hosts}:MAX for spare hosts beside them")  # fmt: skip
     return int(most or least)
 

@@ -23,6 +23,7 @@ from holdfast.journal import Event
 from holdfast.runtime.evidence import whole_words
 from holdfast.runtime.rundir import RunDir, last_lines, write_private
 from holdfast.runtime.settings import RunSettings
+from holdfast.wording import plural
 
 REPORTS = "faults"
 EVIDENCE_MAX = 9
@@ -324,7 +325,10 @@ def _evidence(case: _Case) -> list[str]:
     found += [str(line) for line in verdict.get("evidence", [])]
     found += [f"not taken: {line}" for line in verdict.get("refused", []) if not line.startswith("grow: ")]
     if len(found) > EVIDENCE_MAX:
-        found = [*found[:EVIDENCE_MAX], f"and {len(found) - EVIDENCE_MAX} lines more: --json, events.jsonl"]
+        found = [
+            *found[:EVIDENCE_MAX],
+            f"and {plural(len(found) - EVIDENCE_MAX, 'line')} more: --json, events.jsonl",
+        ]
     return found
 
 
@@ -390,7 +394,7 @@ def _cost(report: Report) -> str:
         return (
             f"all workers were started again after {report.lost_s:.2f} s; more is not known without a session"
         )
-    steps = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+    steps = f"{plural(report.steps_lost, 'step')} lost"
     end = "" if report.recovered else " until the run ended" if report.ended else " and not over"
     saved = f", saved as {report.saved}" if report.saved else ""
     return f"{steps}, {report.lost_s:.2f} s without training{end}{saved}"

@@ -19,6 +19,7 @@ from holdfast.runtime.ranktable import (
 )
 from holdfast.runtime.rundir import write_private
 from holdfast.store.given import read_given
+from holdfast.wording import plural
 
 WIDTH = 24
 
@@ -41,8 +42,8 @@ def check_file(file: Path, as_json: bool) -> int:
     if found.table is None:
         raise refusal(file, found.mistakes)
     table = found.table
-    hosts = "1 host" if len(table.servers) == 1 else f"{len(table.servers)} hosts"
-    click.echo(f"{file}: version {table.version}, {hosts}, {table.world_size} ranks, no mistake")
+    size = f"{plural(len(table.servers), 'host')}, {plural(table.world_size, 'rank')}"
+    click.echo(f"{file}: version {table.version}, {size}, no mistake")
     for number, server in enumerate(table.servers):
         ranks = [device.rank for device in server.devices]
         where = server.name if server.address in ("", server.name) else f"{server.name} ({server.address})"
@@ -73,7 +74,9 @@ def make_file(
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}", hint="--output FILE in a directory that can be "
                          "written") from error  # fmt: skip
-    click.echo(f"{output}: {len(names)} x {nproc_per_node} ranks; holdfast run --rank-table {output} ...")
+    click.echo(
+        f"{output}: {len(names)} x {plural(nproc_per_node, 'rank')}; holdfast run --rank-table {output} ..."
+    )
     return Exit.OK
 
 

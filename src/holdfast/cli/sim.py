@@ -17,6 +17,7 @@ from holdfast.sim.faults import SimFault
 from holdfast.sim.forecast import Cause, Forecast, default_causes, forecast
 from holdfast.sim.summary import faults_of, summarize
 from holdfast.sim.world import run_sim
+from holdfast.wording import plural
 
 EXAMPLE = '[{"kind": "kill", "at_s": 0.8, "rank": 3, "state": "voting"}]'
 CAUSES_EXAMPLE = '[{"name": "worker", "rank_hours": 50000, "stop_s": 30, "redo_s": 0}]'
@@ -92,7 +93,8 @@ def _one(ranks: int, seed: int, faults: tuple[SimFault, ...] | None, as_json: bo
         click.echo(msgspec.json.encode(result))
         return
     click.echo(
-        f"{ranks} ranks, seed {seed}: {len(chosen)} faults, {result.events} events, {result.time_s:.2f} virtual s"
+        f"{plural(ranks, 'rank')}, seed {seed}: {plural(len(chosen), 'fault')}, "
+        f"{result.events} events, {result.time_s:.2f} virtual s"
     )
     for record in result.records:
         if record.kind in ("detected", "verdict", "recovered", "run_ended"):
@@ -109,11 +111,12 @@ def _many(ranks: int, seeds: range, as_json: bool) -> None:
         click.echo(msgspec.json.encode(result))
     else:
         click.echo(
-            f"{result.runs} runs of {ranks} ranks: {result.events} events in {result.virtual_s:.0f} virtual seconds, "
-            f"{result.recoveries} faults recovered"
+            f"{plural(result.runs, 'run')} of {plural(ranks, 'rank')}: "
+            f"{result.events} events in {result.virtual_s:.0f} virtual seconds, "
+            f"{plural(result.recoveries, 'fault')} recovered"
         )
         click.echo(
-            f"ranks in doubt: {result.in_doubt_forward} decisions forward, {result.in_doubt_back} back"
+            f"ranks in doubt: {plural(result.in_doubt_forward, 'decision')} forward, {result.in_doubt_back} back"
         )
         click.echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")
         click.echo(f"exhaustive search of two elections of three agents: {result.election_states} states")
@@ -129,7 +132,7 @@ def _tell(result: Forecast, as_json: bool) -> None:
         click.echo(msgspec.json.encode(result))
         return
     click.echo(
-        f"{result.ranks} ranks: goodput {100 * result.goodput:.2f} % (expected; the causes are assumptions)"
+        f"{plural(result.ranks, 'rank')}: goodput {100 * result.goodput:.2f} % (expected; the causes are assumptions)"
     )
     for loss in result.losses:
         cost = f"{loss.each_s:8.1f} s each  {100 * loss.share:6.3f} % of the time"

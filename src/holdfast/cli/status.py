@@ -23,6 +23,7 @@ from holdfast.core.fault import SEEN
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
+from holdfast.wording import plural
 
 WATCH_PERIOD_S = 0.5
 STATE_STYLE = {
@@ -117,11 +118,6 @@ def kept(view: RunView) -> str:
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"
     return newest + (f"; {plural(behind, 'step')} {not_kept}" if behind > 0 else "")
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def span(duration_s: float) -> str:

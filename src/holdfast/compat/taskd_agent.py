@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.compat.hook import TFT_VARIABLE
 from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -101,8 +102,8 @@ class _Agent:
         self._functions["KILL_WORKER"](ALL)
         ranks = ", ".join(f"rank {rank} (status {status})" for rank, status in sorted(failed.items()))
         if len(self._restarted_s) >= self._restarts_max:
-            log.error("holdfast: %s ended; %d restarts within %g s are the limit: the job ends", ranks,
-                      self._restarts_max, WINDOW_S)  # fmt: skip
+            log.error("holdfast: %s ended; the limit of %s within %g s is reached: the job ends", ranks,
+                      plural(self._restarts_max, "restart"), WINDOW_S)  # fmt: skip
             raise SystemExit(1)
         self._restarted_s.append(began_s)
         log.error("holdfast: %s ended: all workers start again (%d of %d)", ranks, len(self._restarted_s),

@@ -73,6 +73,7 @@ from holdfast.core.messages import (
 from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Late, Moved, Paced, Stalled, Vouched
 from holdfast.core.spares import SPARE_TIMER, CallSpare, Spares, is_spare
 from holdfast.exits import Exit
+from holdfast.wording import plural
 
 REMEMBERED = (
     WorkerHello,
@@ -254,7 +255,9 @@ class Agent:
             return
         self._restarts += 1
         if self._restarts > self.config.restarts_max:
-            reason = f"the controller ended at once {self._restarts} times in a row: see controller.log"
+            reason = (
+                f"the controller ended at once {plural(self._restarts, 'time')} in a row: see controller.log"
+            )
             self._end(EndRun(code=int(Exit.INTERNAL), reason=reason))
             return
         self._record("controller_lost", restarts=self._restarts)

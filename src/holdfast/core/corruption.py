@@ -25,6 +25,7 @@ from holdfast.core.membership import Member
 from holdfast.core.policy import CORRUPTION, Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import CopiesDiffer, CopyDigest, Vouched, ranks_of
+from holdfast.wording import noun_of, plural
 
 PLACES_MAX = 16
 
@@ -56,10 +57,10 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int])
         voters = sum(rank in members for rank in ranks_of(holders))
         if 2 * most > voters:
             odd |= wrong
-            lines.append(f"{what}: rank(s) {_text(wrong)} against {most} of {voters} holders")
+            lines.append(f"{what}: {_ranks(wrong)} against {most} of {plural(voters, 'holder')}")
         else:
             either |= set(digests)
-            lines.append(f"{what}: rank(s) {_text(set(digests))} differ, no majority of {voters} holders")
+            lines.append(f"{what}: {_ranks(set(digests))} differ, no majority of {plural(voters, 'holder')}")
     ranks = odd or either
     return Suspects(ranks=tuple(sorted(ranks)), certain=bool(odd), places=tuple(lines[:PLACES_MAX]))
 
@@ -159,6 +160,10 @@ def _fault(
     fault = Fault.of(member, "corruption", what, now, failure)
     fault.step = step
     return fault
+
+
+def _ranks(ranks: set[int]) -> str:
+    return f"{noun_of(len(ranks), 'rank')} {_text(ranks)}"
 
 
 def _text(ranks: set[int]) -> str:

@@ -138,15 +138,15 @@ def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
     ahead = [e for e in seen if places[e.rank] == order[-1]]
     if 2 * len(behind) <= len(seen):
         odd, others = behind, len(seen) - len(behind)
-        rest = "the other" if others == 1 else f"{others} others"
-        reason = f"it is in {where(behind[0])}, {rest} got to {where(ahead[0])}"
+        reason = f"it is in {where(behind[0])}, {_others(others)} got to {where(ahead[0])}"
         if behind[0].phase == "loading":
             reason = f"it waits for its data loader: {reason}"
         sure: Confidence = "certain" if len(order) == 2 else "likely"
     else:
         odd, sure = ahead, "likely"
         reason = (
-            f"it went on to {where(ahead[0])}, {len(seen) - len(ahead)} others wait in {where(behind[0])}"
+            f"it went on to {where(ahead[0])}, "
+            f"{_others(len(seen) - len(ahead), 'waits', 'wait')} in {where(behind[0])}"
         )
     if len(odd) == 1:
         return Blame(answer="kill", ranks=_ranks(odd), confidence=sure, reason=reason)
@@ -173,6 +173,11 @@ def _computes(one: RankEvidence) -> bool:
 
 def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:
     return tuple(sorted(e.rank for e in found))
+
+
+def _others(count: int, does: str = "", do: str = "") -> str:
+    """The rest of the ranks, and what they do."""
+    return f"the other {does}".rstrip() if count == 1 else f"{count} others {do}".rstrip()
 
 
 def _count(seen: Sequence[RankEvidence]) -> str:

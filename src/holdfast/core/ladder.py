@@ -21,6 +21,7 @@ import msgspec
 from holdfast.core.config import Config
 from holdfast.core.policy import Answered, Situation, Verdict, stop_for
 from holdfast.errors import InternalError, UsageError
+from holdfast.wording import plural
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -108,12 +109,16 @@ class Retry(Rung, frozen=True):
             return situation.unequal or "not every rank stands at the step, or can be brought there"
         retries = sum(1 for a in case.history if a.action == "retry_in_place" and a.step == case.step)
         if retries >= case.config.retries_per_step_max:
-            return f"step {case.step} was run again {retries} times already"
+            return f"step {case.step} was run again {plural(retries, 'time')} already"
         return Verdict(
             action="retry_in_place",
             reason="every rank is alive and sound: the step is run again",
-            evidence=(f"{retries} retries of step {situation.step} before",),
+            evidence=(f"{retries} {'retry' if retries == 1 else 'retries'} of step {situation.step} before",),
         )
+
+
+def _again(steps: int) -> str:
+    return f"{plural(steps, 'step')} {'is' if steps == 1 else 'are'} done again"
 
 
 class Begin(Rung, frozen=True):
@@ -129,7 +134,7 @@ class Begin(Rung, frozen=True):
         elif not case.step:
             reason = "nothing was committed yet: all workers start again"
         else:
-            return f"{case.step} steps are committed"
+            return f"{plural(case.step, 'step')} {'is' if case.step == 1 else 'are'} committed"
         return Verdict(action="restart_fresh", reason=reason, evidence=case.failures)
 
 
@@ -195,7 +200,7 @@ class ReplaceFromMemory(Rung, frozen=True):
             f"the lost ranks have left their state of step {step} in memory: only they are replaced"
             if back == step
             else f"every rank has a state of step {back} in memory: only the lost ones are replaced, "
-            f"all go back from {step}, {step - back} steps are done again"
+            f"all go back from {step}, {_again(step - back)}"
         )
         return Verdict(
             action="replace_from_memory",
@@ -276,7 +281,7 @@ class RestartFromMemory(Rung, frozen=True):
         return Verdict(
             action="restart_from_memory",
             reason=f"every rank has a state of step {situation.memory_step} in memory: "
-            f"{case.step - situation.memory_step} steps are done again",
+            + _again(case.step - situation.memory_step),
             evidence=(*case.not_in_place, situation.uncovered, *case.failures),
             memory_step=situation.memory_step,
         )

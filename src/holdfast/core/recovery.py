@@ -51,6 +51,7 @@ from holdfast.core.sightings import Vouched
 from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
+from holdfast.wording import plural
 
 IN_PLACE = ("retrying", "replacing", "resuming")
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
@@ -304,7 +305,7 @@ class Recovery:
         if nodes == self._grown_on or any(m.finished for m in job.roster.members):
             return
         self._grown_on = nodes
-        self.fence(now, f"there is room for {job.room()} ranks")
+        self.fence(now, f"there is room for {plural(job.room(), 'rank')}")
 
     def remind(self, member: Member) -> None:
         """Repeat the standing order to a member that reconnected."""

@@ -21,6 +21,7 @@ from holdfast.core.job import Job
 from holdfast.core.ladder import Ladder
 from holdfast.core.membership import Member
 from holdfast.core.messages import Joined, MemberExited, Receive, Settled, StateOffered
+from holdfast.wording import plural
 
 
 class Replacement:
@@ -65,7 +66,9 @@ class Replacement:
         if self.refusal:
             return self.refusal
         if self.lost >= config.replacements_max:
-            return f"{self.lost} newcomers were lost before they joined"
+            return (
+                f"{plural(self.lost, 'newcomer')} {'was' if self.lost == 1 else 'were'} lost before joining"
+            )
         return ""
 
     def remove(self, torn: Sequence[Member]) -> bool:

@@ -37,6 +37,7 @@ from holdfast.core.messages import (
     WorkerFailed,
 )
 from holdfast.core.sightings import Late
+from holdfast.wording import plural
 
 ANY_RANK = -1
 SPARE_TIMER = "spares"
@@ -120,7 +121,7 @@ class Spares:
         self.world_size = world_size
         for spare in [s for s in self.living.values() if s.world_size != world_size]:
             del self.living[spare.member_id]
-            self._kill(spare, f"was built for {spare.world_size} ranks")
+            self._kill(spare, f"was built for {plural(spare.world_size, 'rank')}")
 
     def top_up(self, generation: Generation, ranks: Sequence[int]) -> None:
         """Build what is missing. ``ranks``: of the workers of this node; nothing is built unless all are there."""

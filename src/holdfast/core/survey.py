@@ -18,6 +18,7 @@ from holdfast.core.messages import Settled
 from holdfast.core.phases import NO_PAGE
 from holdfast.core.policy import Failure, Situation
 from holdfast.core.replacement import Replacement
+from holdfast.wording import noun_of, plural
 
 CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
 """Exceptions that a lost peer causes: never themselves the reason of a fault."""
@@ -80,10 +81,14 @@ class Survey:
             memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),
             failures=_failures(faults),
-            fewer=f"there is room for {room} of {job.world_size} ranks" if room < job.world_size else "",
+            fewer=f"there is room for {room} of {plural(job.world_size, 'rank')}"
+            if room < job.world_size
+            else "",
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
             causes=tuple(sorted({_cause_of(f, members) for f in faults if "planned" not in f.passed})),
-            room=f"there is room for {room} ranks, {job.world_size} run" if room > job.world_size else "",
+            room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
+            if room > job.world_size
+            else "",
         )
 
     def _why_uncovered(self, decided: Decided, no_holder: str) -> str:
@@ -97,7 +102,7 @@ class Survey:
         if not sources:
             return f"no living rank holds the state of step {job.step}"
         if gasp.failures >= job.config.save_attempts_max:
-            return f"{gasp.failures} attempts failed, the last one: {gasp.error}"
+            return f"{plural(gasp.failures, 'attempt')} failed, the last one: {gasp.error}"
         uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
@@ -131,7 +136,7 @@ class Survey:
 
     def _why_no_holder(self, sources: tuple[int, ...]) -> str:
         if missing := self._unpublished():
-            return f"rank(s) {missing[:8]} published no layout"
+            return f"{noun_of(len(missing), 'rank')} {', '.join(map(str, missing[:8]))} published no layout"
         return self.job.uncovered(self.job.roster.all_layouts(), sources)
 
     def _unpublished(self) -> list[int]:

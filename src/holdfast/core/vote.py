@@ -22,6 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.errors import InternalError
+from holdfast.wording import plural
 
 STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
@@ -91,9 +92,11 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         count, unsound, leave, save, due, busy, nonfinite, keep, moved = vector[:9]
         total, squares, plan, plans_squared, digest = vector[9:]
         if count != world_size:
-            return Tally(passed=False, reason=f"{count} of {world_size} ranks voted")
+            return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
         if unsound != 0:
-            return Tally(passed=False, reason=f"{unsound} of {world_size} ranks saw a collective break")
+            return Tally(
+                passed=False, reason=f"{unsound} of {plural(world_size, 'rank')} saw a collective break"
+            )
         if world_size * squares != total * total:
             return Tally(passed=False, reason="the ranks are at different steps")
         compared = plan > 0 and world_size * plans_squared == plan * plan

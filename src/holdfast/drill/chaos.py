@@ -33,6 +33,7 @@ from holdfast.drill.watch import Run, Seen
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive, kill_if, stopped
 from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.wording import plural
 
 SAVE_EVERY = 50
 POLL_S = 0.01
@@ -66,7 +67,8 @@ class Tally:
         if time.monotonic() - self.said_s > SAID_EVERY_S:
             self.said_s = time.monotonic()
             print(
-                f"  {self.faults} faults so far, {place.parent.name}/{place.name} at step {step}", flush=True
+                f"  {plural(self.faults, 'fault')} so far, {place.parent.name}/{place.name} at step {step}",
+                flush=True,
             )
 
     def rows(self) -> list[str]:
@@ -276,7 +278,7 @@ def chaos(
             tally.failures.append(f"other bits in {one.base}")
         done = tally.faults - before
         verdict = "identical" if same else "DIFFERENT"
-        print(f"run {tally.runs}, {layout}: {done} faults, bits {verdict}", flush=True)
+        print(f"run {tally.runs}, {layout}: {plural(done, 'fault')}, bits {verdict}", flush=True)
     return tally
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from holdfast.drill.grammar import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
 from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.proof import Drill, Verdict, require_torch, small
+from holdfast.wording import plural
 
 NPROC = 4
 PAIRED = ("ddp", "hsdp")
@@ -70,9 +71,9 @@ def rows(verdict: Verdict) -> Iterator[str]:
 def summary(name: str, verdict: Verdict) -> str:
     """One line per run."""
     facts = [
-        f"{len(verdict.faults)} faults",
+        plural(len(verdict.faults), "fault"),
         f"weights {'identical' if verdict.identical else 'DIFFERENT'}",
-        f"{verdict.steps_lost} steps lost",
+        f"{plural(verdict.steps_lost, 'step')} lost",
         f"in doubt {verdict.decisions_forward} forward {verdict.decisions_back} back",
         f"{verdict.disturbed_s:.0f} s",
         *(f"not injected: {missed}" for missed in verdict.missed),
@@ -115,7 +116,7 @@ def soak(base: Path, layouts: Sequence[str], kills: int, seed: int) -> bool:
         faults += len(verdict.faults)
         good &= verdict.passed
     print(
-        f"{done} kills at random moments, {faults} in all; in-doubt decisions: {forward} forward, {back} back"
+        f"{plural(done, 'kill')} at random moments, {faults} in all; in-doubt decisions: {forward} forward, {back} back"
     )
     return good and forward > 0 and back > 0
 

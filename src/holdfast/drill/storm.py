@@ -25,6 +25,7 @@ from holdfast.drill.chaos import POLL_S, Chaos, Tally
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.proof import Exercise, require_torch
 from holdfast.runtime.pids import alive
+from holdfast.wording import plural
 
 PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "generation_started", "resumed")
 """Events of the log that stand for the phases of a recovery."""
@@ -175,7 +176,9 @@ def cascaded(
         struck += training.cascades(plan[len(struck) :])
         training.close()
         trainings.append(training)
-    print(f"cascades: {sum(struck)} of {len(plan)} struck in their phase, in {len(trainings)} training(s)")
+    print(
+        f"cascades: {sum(struck)} of {len(plan)} struck in their phase, in {plural(len(trainings), 'training')}"
+    )
     if sum(struck) < len(plan):
         tally.failures.append("not all cascades were struck in their phase")
     return trainings

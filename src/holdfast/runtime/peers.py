@@ -27,6 +27,7 @@ from holdfast.runtime.environment import alike
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.settings import RunSettings
 from holdfast.wire import SAME_VERSION, Codec
+from holdfast.wording import plural
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
@@ -204,7 +205,9 @@ class Peers:
         """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
         said = [f"{host}:{port}: {why}" for (host, port), why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
-            said.append(f"{count} connections with another token were refused")
+            said.append(
+                f"{plural(count, 'connection')} with another token {'was' if count == 1 else 'were'} refused"
+            )
         said += [why for _, why in sorted(self._sent_away.items())]
         return "".join(f"; {each}" for each in said)
 
@@ -286,7 +289,7 @@ class Peers:
             )
         if (hello.nodes, hello.slots) != (settings.nnodes, settings.nproc):
             return (
-                f"{peer.node_id} was started for {hello.nodes} nodes of {hello.slots} workers, "
+                f"{peer.node_id} was started for {plural(hello.nodes, 'node')} of {plural(hello.slots, 'worker')}, "
                 f"{self.me} for {settings.nnodes} of {settings.nproc}"
                 "\n  next: the same --nnodes and --nproc-per-node on every host"
             )

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.store.given import read_given
+from holdfast.wording import plural
 
 FILE_SIZE_MAX_BYTES = 16 << 20
 RANKS_MAX = 65536
@@ -94,7 +95,7 @@ def read(path: Path) -> Check:
 
 def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
     """All mistakes of a file in one error."""
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    count = plural(len(mistakes), "mistake")
     lines = [f"  {mistake}" for mistake in mistakes[:MISTAKES_TOLD_MAX]]
     if len(mistakes) > MISTAKES_TOLD_MAX:
         lines.append(f"  and {len(mistakes) - MISTAKES_TOLD_MAX} more")
@@ -291,7 +292,7 @@ def _ranks(ranks: Sequence[tuple[str, int]], found: _Mistakes) -> None:
     have = {rank for _, rank in ranks}
     for where, rank in ranks:
         if rank >= len(ranks):
-            found.add(where, f"{rank} with {len(ranks)} ranks: they are 0 to {len(ranks) - 1}")
+            found.add(where, f"{rank} with {plural(len(ranks), 'rank')}: they are 0 to {len(ranks) - 1}")
     gaps = [str(rank) for rank in range(len(ranks)) if rank not in have]
     if gaps:
         more = f" and {len(gaps) - 20} more" if len(gaps) > 20 else ""

@@ -22,6 +22,7 @@ from holdfast.core.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.runtime.client import Client
 from holdfast.store.layout import Box
 from holdfast.store.values import encode_values
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -56,10 +57,10 @@ class Common:
             said = [json.loads(words) for words in client.kv("get", (self._key,)).value.decode().splitlines()]
             if buffers := differing([(part, found) for part, _, found in said]):
                 log.warning(
-                    "holdfast: %d buffer(s), %s first, are not the same on all ranks: who takes a lost rank's place, "
+                    "holdfast: not the same on all ranks: %s, %s first: who takes a lost rank's place, "
                     "or starts from a checkpoint, has those of another rank; DDP(broadcast_buffers=True) keeps them "
                     "equal",
-                    len(buffers),
+                    plural(len(buffers), "buffer"),
                     buffers[0],
                 )
             for name in differing([(part, found) for part, found, _ in said]):

@@ -35,6 +35,7 @@ from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.rank import Rank
 from holdfast.session.step import Step
 from holdfast.store.values import encode_values
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -228,14 +229,14 @@ class Loops:
         if before == here:
             return
         way = (
-            f"accumulate {before // here} batches per step"
+            f"accumulate {plural(before // here, 'batch')} per step"
             if before % here == 0
             else f"give the loader {before / here:g} times the batch size"
         )
         log.warning(
-            "holdfast: a step of the checkpoint's job had %d samples, one of this job has %d: it goes on at the same "
+            "holdfast: a step of the checkpoint's job had %s, one of this job has %d: it goes on at the same "
             "sample, but learning rate and schedule were made for %d; to keep them, %s",
-            before,
+            plural(before, "sample"),
             here,
             before,
             way,

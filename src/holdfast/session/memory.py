@@ -35,6 +35,7 @@ from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES
 from holdfast.store.memory import SLOTS, Kept, Slots, open_kept
 from holdfast.store.values import decode_mapping, encode_values
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -189,7 +190,7 @@ class Tier:
         """
         with self._open(step) as kept:
             if kept.world != self._adapter.world_size:
-                raise CheckpointInvalid(f"{kept.path.name} is of a job of {kept.world} ranks")
+                raise CheckpointInvalid(f"{kept.path.name} is of a job of {plural(kept.world, 'rank')}")
             values = decode_mapping(kept.values, "values in memory")
             restore = self._adapter.restore(kept.catalogue(), values)
             for meta, data in restore.buffers():

@@ -44,6 +44,7 @@ from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
 from holdfast.store.root import Root, find
 from holdfast.store.validity import Validity
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -208,7 +209,9 @@ class Resume:
             if fatal is not None:
                 raise fatal
             if stopped:
-                raise CheckpointMismatch(f"{path} cannot be loaded by {stopped} rank(s); {self._hear_why()}")
+                raise CheckpointMismatch(
+                    f"{path} cannot be loaded by {plural(stopped, 'rank')}; {self._hear_why()}"
+                )
             reason = reason or "another rank could not load it"
             log.warning("holdfast: rejected checkpoint %s: %s", path.name, reason)
             reasons.append(f"{path.name}: {reason}")

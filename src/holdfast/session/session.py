@@ -53,6 +53,7 @@ from holdfast.session.votes import Votes
 from holdfast.store.lineage import Lineage
 from holdfast.store.opening import open_store
 from holdfast.store.place import ROOT_VARIABLE, absolute
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -188,11 +189,8 @@ class Session:
             )
         before = self._workers_then(found.session)
         if before != self._adapter.world_size * self._parts:
-            log.warning(
-                "holdfast: the checkpoint was written by %s ranks, this run has %d: no longer bit for bit the same run",
-                before,
-                self._adapter.world_size,
-            )
+            said = "holdfast: the checkpoint was written by %s, this run has %d: no longer bit for bit the same run"
+            log.warning(said, plural(before, "rank"), self._adapter.world_size)
 
     @staticmethod
     def _workers_then(session: Mapping[str, Any]) -> int:

@@ -215,7 +215,7 @@ def reason_of(error: Exception) -> tuple[str, str]:
     if code:
         line += f" ({code[1]})"
     if retries:
-        line += f", after {retries[1]} retries"
+        line += f", after {retries[1]} {'retry' if retries[1] == '1' else 'retries'}"
     for name in _SECRETS:
         secret = os.environ.get(name)
         if secret:

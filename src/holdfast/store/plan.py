@@ -33,6 +33,7 @@ from holdfast.errors import StateError
 from holdfast.store.cover import missing
 from holdfast.store.grid import Held, Integers
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, subtract
+from holdfast.wording import noun_of
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
 """A box is only cut into parts of at least about this size: each part costs a header entry and a read."""
@@ -77,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def why_incomplete(self) -> str:
         """One line that names what is missing, or an empty string."""
-        reasons = [f"rank(s) {_some(self.absent)} declared no layout"] if self.absent else []
+        reasons = [f"{_ranks(self.absent)} declared no layout"] if self.absent else []
         if self.uncovered:
             reasons.append(f"no living holder of {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
         return "; ".join(reasons)
@@ -97,7 +98,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Plan
     if copies < 1:
         raise StateError(f"copies={copies}: at least one copy of each box must be written")
     if not sources <= catalogue.ranks:
-        raise StateError(f"rank(s) {_some(sorted(sources - catalogue.ranks))} declared no layout")
+        raise StateError(f"{_ranks(sorted(sources - catalogue.ranks))} declared no layout")
     shares = _Shares(catalogue, sources, copies)
     return Plan(tuple(sorted(sources)), copies, shares, tuple(shares.uncovered()), catalogue.absent)
 
@@ -316,6 +317,10 @@ def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
     offsets[axis] += low // per_row
     sizes[axis] = (high - low) // per_row
     return Box(tuple(offsets), tuple(sizes))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{noun_of(len(ranks), 'rank')} {_some(ranks)}"
 
 
 def _some(names: Sequence[object]) -> str:

@@ -33,6 +33,7 @@ from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, flat_regions
 from holdfast.store.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.opening import open_attempt
 from holdfast.store.place import Place, place_of
+from holdfast.wording import noun_of
 
 Progress = Callable[[int], object]
 T = TypeVar("T")
@@ -278,7 +279,8 @@ def check_coverage(
     """
     absent = index.catalogue.absent
     if absent:
-        raise CheckpointInvalid(f"{where / form.CATALOGUE_NAME}: no layout of rank(s) {list(absent)[:8]}")
+        ranks = f"{noun_of(len(absent), 'rank')} {', '.join(map(str, absent[:8]))}"
+        raise CheckpointInvalid(f"{where / form.CATALOGUE_NAME}: no layout of {ranks}")
     for tensor in index.catalogue.tensors:
         if names is not None and tensor.fqn not in names:
             continue

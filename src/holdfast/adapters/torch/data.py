@@ -37,6 +37,7 @@ from holdfast.adapters.torch.order import Deal, Order, Seeded, SeededBatches
 from holdfast.adapters.torch.rng import fetch_seed, order_seed, seed_all
 from holdfast.adapters.values import Plain, join, split
 from holdfast.errors import EmptyLoaderError, UsageError
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -403,7 +404,8 @@ class StatefulSource(Source):
         self._restored = False
         if skip > first:
             log.warning(
-                "holdfast: no saved state of the data loader on this rank: reading %d batches again", skip
+                "holdfast: no saved state of the data loader on this rank: reading %s again",
+                plural(skip, "batch"),
             )
         return self._read(epoch, first, skip)
 
@@ -433,7 +435,9 @@ class ReplaySource(Source):
             loader.generator.manual_seed(order_seed(self._seed, epoch, self._rank))
         if skip:
             log.warning(
-                "holdfast: %s has no position to go to: reading %d batches again", type(loader).__name__, skip
+                "holdfast: %s has no position to go to: reading %s again",
+                type(loader).__name__,
+                plural(skip, "batch"),
             )
         _shut(self._iterator)
         return self._read(epoch, 0, skip)

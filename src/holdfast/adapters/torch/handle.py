@@ -33,6 +33,7 @@ from holdfast.runtime import standin
 from holdfast.runtime.board import Board
 from holdfast.runtime.flight import Flight, text_of
 from holdfast.runtime.standin import StandIn
+from holdfast.wording import plural
 
 Fill = Callable[[], None]
 VOTE = "vote"
@@ -93,7 +94,9 @@ class ReconfigurableGroup(dist.ProcessGroup):
         if client is None:
             return "this process has no control plane (start the job with `holdfast run`)"
         if not self.spec.order[0] and client.world_size != self.spec.world_size:
-            return f"the default group has {self.spec.world_size} ranks, the job {client.world_size}"
+            return (
+                f"the default group has {plural(self.spec.world_size, 'rank')}, the job {client.world_size}"
+            )
         return ""
 
     def meet(self, generation: Generation) -> None:

@@ -31,6 +31,7 @@ from holdfast.adapters.weights import EXTRA_STATE
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -174,8 +175,8 @@ class _Parts:
             found = self._fitting(flat, trained, shapes) or self._dealt(keys, trained, shapes)
         if found is None or len(flat) != len(set(flat)):
             raise UsageError(
-                f"optimizer {name!r}: its state is by number ({len(flat)} parameters), and which of the "
-                f"{len(self.model)} tensors of the model they are cannot be told",
+                f"optimizer {name!r}: its state is by number ({plural(len(flat), 'parameter')}), and which of the "
+                f"{plural(len(self.model), 'tensor')} of the model they are cannot be told",
                 hint="make the optimizer from model.named_parameters(), or save "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
             )

@@ -17,6 +17,7 @@ from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
+from holdfast.wording import noun_of
 
 log = logging.getLogger("holdfast")
 
@@ -89,7 +90,7 @@ def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> No
         if world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 f"optimizer {name!r}: {type(optimizer).__name__} evaluates its closure several times in one step(), "
-                f"and the gradients of all but the first need the other {world_size - 1} ranks after they have voted",
+                f"and all gradients but the first need the other {noun_of(world_size - 1, 'rank')} after the vote",
                 hint="train with one process, or with an optimizer that needs one evaluation per step (AdamW, SGD)",
             )
 
