@@ -13,6 +13,7 @@ from holdfast.core.messages import (
     FaultSeen,
     Fence,
     Finished,
+    KillMember,
     MemberSeen,
     Release,
     Settle,
@@ -197,3 +198,18 @@ def test_an_exception_that_was_answered_is_no_second_one_to_a_successor() -> Non
     for rank in range(2):
         says(second, rank, "aborted", away=True)
     assert second.record("verdict")["action"] == "restart_last_gasp"
+
+
+def test_who_was_to_die_before_it_was_started_is_not_started_by_the_next_agent() -> None:
+    """A rank is found dead before the list of the new agent is closed: it has none of the others."""
+    job = Job(3)
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    first = MemberSeen(
+        member_id=job.members[0], generation=job.generation, rank=0, pid=100, state="starting", step=0
+    )
+    job.post(AgentHello(node_id=NODE, slots=3, pid=2, members=(first,)))
+    job.exit(0, "starting", 0)
+    assert len(job.sent(Fence)) == 0 and [k.member_id for k in job.sent(KillMember)] == job.members[1:]
+    job.post(AgentBeat(node_id=NODE))
+    (start,) = job.sent(StartMembers)
+    assert start.generation == job.generation and len(start.members) == 3

@@ -134,7 +134,8 @@ class Fleet:
         if seen is None:
             return
         gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
-        unstarted = [m for m in gone if not m.started and not self.adopting]
+        # An order to start may have gone with the agent before this one; who was to die meanwhile is not there, either.
+        unstarted = [m for m in gone if not (m.started or m.kill_reason or self.adopting)]
         self.job.start_again(unstarted)
         for member in gone:
             if member not in unstarted:
