@@ -412,9 +412,9 @@ class Client:
             self.fenced = True
             self._fail_requests("fenced")
         elif isinstance(message, Resume):
-            self.fenced = False
             self.generation = message.generation
             self.page[Word.GENERATION] = message.generation.pack()
+            self.fenced = False  # last: other threads that see it are in the new generation
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message)
