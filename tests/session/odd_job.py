@@ -1,6 +1,6 @@
 """A small DDP training written in one of the ways that scripts are written in; one file per rank.
 
-``python odd_job.py --what WHAT --kill RANK:STEP:WHERE --result DIR``. WHERE is a place that
+``python odd_job.py --what WHAT --kill RANK:STEP:WHERE,... --result DIR``. WHERE is a place that
 ``Job.struck`` names. WHAT is a function of this module.
 """
 
@@ -33,13 +33,12 @@ STEPS = 14
 
 
 class Job:
-    """Model, data and the fault of one run."""
+    """Model, data and the faults of one run."""
 
-    def __init__(self, kill: str, **ddp: Any) -> None:
+    def __init__(self, kills: str, **ddp: Any) -> None:
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
-        rank, step, self._where = kill.split(":") if kill else ("-1", "-1", "")
-        self._at = (int(rank), int(step))
+        self._kills = kills.split(",")
         torch.manual_seed(0)
         samples = torch.Generator().manual_seed(1)
         x, y = torch.randn(200, 16, generator=samples), torch.randint(0, 4, (200,), generator=samples)
@@ -58,8 +57,9 @@ class Job:
 
     def struck(self, step: int, where: str) -> None:
         """The place of a fault: SIGKILL, once."""
-        mark = Path("struck")
-        if self._at == (self.rank, step) and self._where == where and not mark.exists():
+        kill = f"{self.rank}:{step}:{where}"
+        mark = Path(f"struck-{kill}")
+        if kill in self._kills and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
