@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +15,20 @@ from tests.session.test_jobs import JOB, RANKS, STEPS, Result
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """The undisturbed bare run of a layout, started once."""
-    known: dict[str, Result] = {}
+    """The undisturbed bare run of a layout, started once, by whichever worker of pytest-xdist asks first."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     def run(layout: str) -> Result:
-        if layout not in known:
-            result = tmp_path_factory.mktemp("bare")
-            what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout)
-            assert statuses(RANKS, JOB, *what) == [0] * RANKS
-            known[layout] = Result(0, "", result)
-        return known[layout]
+        result, done = shared / f"bare-{layout}", shared / f"bare-{layout}.done"
+        with (shared / f"bare-{layout}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout)
+                assert statuses(RANKS, JOB, *what) == [0] * RANKS
+                done.touch()
+        return Result(0, "", result)
 
     return run
 

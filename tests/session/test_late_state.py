@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,21 +60,34 @@ def ends(where: Path, *arguments: str, ranks: int = 2, flags: tuple[str, ...] = 
     return [path.read_text() for path in sorted(where.glob("end-*"))]
 
 
-def test_a_newcomer_gets_what_has_come_since_the_start(tmp_path: Path) -> None:
-    calm = ends(tmp_path / "calm")
-    assert len(calm) == 2
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]:
+    """The ends of an undisturbed run of so many ranks."""
+
+    @functools.cache
+    def told(ranks: int) -> list[str]:
+        found = ends(tmp_path_factory.mktemp("calm") / "job", ranks=ranks)
+        assert len(found) == ranks
+        return found
+
+    return told
+
+
+def test_a_newcomer_gets_what_has_come_since_the_start(
+    tmp_path: Path, calm: Callable[[int], list[str]]
+) -> None:
     for step in ("5", "7"):  # in the step that comes next, and later
-        assert ends(tmp_path / step, step) == calm
+        assert ends(tmp_path / step, step) == calm(2)
         assert (tmp_path / step / "struck").exists()
 
 
 @pytest.mark.parametrize("verify", ["50", "0"])
-def test_a_last_gasp_has_what_has_come_since_the_last_step(tmp_path: Path, verify: str) -> None:
+def test_a_last_gasp_has_what_has_come_since_the_last_step(
+    tmp_path: Path, calm: Callable[[int], list[str]], verify: str
+) -> None:
     """Two ranks write it, and each one's plan has to know what the other holds."""
-    calm = ends(tmp_path / "calm", ranks=3)
-    assert len(calm) == 3
     struck = tmp_path / "struck"
-    assert ends(struck, "5", ranks=3, flags=("--on-fault", "restart", "--verify-every", verify)) == calm
+    assert ends(struck, "5", ranks=3, flags=("--on-fault", "restart", "--verify-every", verify)) == calm(3)
     (log,) = struck.glob("runs/*/events.jsonl")
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [e["data"]["action"] for e in events if e["kind"] == "verdict"] == ["restart_last_gasp"]
