@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with jobs of many processes first: the last minutes are not spent on one of them by one worker alone."""
-    slow = {item.path for item in items if item.get_closest_marker("processes") is not None}
-    items.sort(key=lambda item: (item.path not in slow, "drill" not in str(item.path.parent.name)))
+    """Files with many jobs of processes first: the last minutes are not spent on one of them by one worker alone."""
+    jobs = Counter(item.path for item in items if item.get_closest_marker("processes") is not None)
+    items.sort(key=lambda item: (not jobs[item.path], item.path.parent.name != "drill", -jobs[item.path]))
 
 
 @pytest.fixture
