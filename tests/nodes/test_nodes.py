@@ -102,10 +102,12 @@ def test_the_controller_of_a_minority_dies_and_its_successor_seals(net: Network,
 
 @pytest.mark.torch
 def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Network, tmp_path: Path) -> None:
-    with Hosts(net, tmp_path, "2:3", TRAIN, ("70", "0.04", str(tmp_path / "out")), torch=True) as hosts:
+    with Hosts(net, tmp_path, "2:3", TRAIN, ("70", "0.3", str(tmp_path / "out")), torch=True) as hosts:
         hosts.start()
         hosts.wait_event(1, "resumed")
         hosts.kill(0)
+        hosts.wait_event(1, "recovered")
+        hosts.let_end()
         assert [hosts.wait(1), hosts.wait(2)] == [0, 0], hosts.output(1)
         seats = [e.data["nodes"] for e in hosts.events(1, "generation_started")]
         assert seats == [["node0", "node1"], ["node2", "node1"]]
@@ -128,7 +130,7 @@ SHRINK = TRAIN.replace("torch.nn.Dropout(0.2)", "torch.nn.Tanh()").replace(
 def test_a_job_goes_on_with_half_of_its_hosts_and_grows_back(net: Network, tmp_path: Path) -> None:
     steps, witness = 90, str(tmp_path / "witness")
     flags = ("--witness", witness, "--shrink-to", "1")
-    arguments = (str(steps), "0.04", str(tmp_path / "out"))
+    arguments = (str(steps), "0.3", str(tmp_path / "out"))
     with Hosts(net, tmp_path, "2", SHRINK, arguments, flags=flags, torch=True) as hosts:
         hosts.start(0, 1)
         hosts.wait_event(1, "resumed")
@@ -140,6 +142,7 @@ def test_a_job_goes_on_with_half_of_its_hosts_and_grows_back(net: Network, tmp_p
         hosts.start(0)
         larger = hosts.wait_event(1, "resized", 2).data
         assert (larger["ranks_before"], larger["ranks"]) == (1, 2)
+        hosts.let_end()
         assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0) + hosts.output(1)
         assert {e.data["steps_lost"] for e in hosts.events(1, "recovered")} == {0}
     script = tmp_path / "alone.py"

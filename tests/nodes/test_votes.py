@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def test_spares_that_are_lost_one_after_the_other_take_nobody_with_them(tmp_path: Path) -> None:
-    with Network(4) as four, Hosts(four, tmp_path, "2:4", args=("900",)) as hosts:
+    with Network(4) as four, Hosts(four, tmp_path, "2:4", args=("100000",)) as hosts:
         hosts.start()
         hosts.wait_event(0, "founded")
         hosts.wait_event(0, "member_started", 2)
@@ -26,5 +26,6 @@ def test_spares_that_are_lost_one_after_the_other_take_nobody_with_them(tmp_path
         assert left == ["node0", "node1", "node2"]
         hosts.kill(2)
         hosts.wait_event(0, "node_lost", 2)
+        hosts.let_end()
         assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(0)
         assert not hosts.events(0, "no_majority") and not hosts.events(0, "detected")

@@ -27,24 +27,32 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LOOP = """
 import sys, time
+from pathlib import Path
 from holdfast.core.page import Phase
 from holdfast.runtime.client import Client
 client = Client.current()
+enough = Path(sys.argv[0]).with_name("enough")
 print("rank", client.rank, "member", client.member_id, flush=True)
 for step in range(int(sys.argv[1])):
     client.page.enter(Phase.FORWARD, step)
     key = f"{client.generation}/{step}"
     if client.kv("add", (key,), amount=1).number == client.world_size:
-        client.kv("set", (key + "/all",), b"1")
+        client.kv("set", (key + "/all",), b"last" if enough.exists() else b"on")
     reply = client.kv("wait", (key + "/all",), timeout_s=60)
     while reply.error == "fenced":
         time.sleep(0.05)
     client.page.enter(Phase.READY, step + 1)
     client.page.write_local(step + 1, b"at %d" % (step + 1))
+    if client.kv("get", (key + "/all",)).value == b"last":
+        break
     time.sleep(0.02)
+client.kv("add", ("bye",), amount=1)
+while client.rank == 0 and int(client.kv("get", ("bye",)).value or b"0") < client.world_size:
+    time.sleep(0.01)
 print("done", flush=True)
 """
-"""Each step is a barrier over the key-value store; a fenced rank waits to be told to leave."""
+"""Each step is a barrier over the key-value store, the last one when a file ``enough`` is there; a fenced rank waits to
+be told to leave. The store goes with the last worker of rank 0's node: rank 0 stays until nobody needs it."""
 
 
 def without_torch(base: Path) -> dict[str, str]:
@@ -107,6 +115,10 @@ class Run:
         """Start the agent (or its successor)."""
         self.agents.append(start_agent(self.dir.path))
         return self.agents[-1]
+
+    def let_end(self) -> None:
+        """The loop has done enough steps."""
+        self.script.with_name("enough").touch()
 
     def wait(self) -> int:
         """Exit code of the run."""

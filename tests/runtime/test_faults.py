@@ -13,6 +13,8 @@ import pytest
 from tests.runtime.runs import BOUND_S, LOOP, Run, exists, until
 
 pytestmark = pytest.mark.processes
+ON = ("100000",)
+"""Steps of a loop that the test ends when it has seen what it is about."""
 
 
 @pytest.mark.parametrize("zygote", [True, False])
@@ -29,7 +31,7 @@ def test_an_ordinary_run_leaves_nothing_behind(tmp_path: Path, zygote: bool) -> 
 
 @pytest.mark.parametrize("zygote", [True, False])
 def test_a_killed_worker_is_seen_with_its_page_and_all_restart(tmp_path: Path, zygote: bool) -> None:
-    with Run(tmp_path, args=("60",), zygote=zygote) as run:
+    with Run(tmp_path, args=ON, zygote=zygote) as run:
         run.start()
         pids = run.pids()
         run.wait_log("rank 2", rank=2)
@@ -38,23 +40,25 @@ def test_a_killed_worker_is_seen_with_its_page_and_all_restart(tmp_path: Path, z
         assert (dead["rank"], dead["signal"], dead["code"]) == (2, 9, None)
         again = run.pids(attempt=1)
         assert not set(again.values()) & set(pids.values())
+        run.let_end()
         assert run.wait() == 0
         assert run.log(2, attempt=1).endswith("done\n") and run.nothing_left()
 
 
 def test_a_killed_controller_is_replaced_and_disturbs_nobody(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("100",)) as run:
+    with Run(tmp_path, args=ON) as run:
         run.start()
         pids = run.pids()
         os.kill(int(run.wait_event("controller_started").data["pid"]), signal.SIGKILL)
         assert run.wait_event("controller_started", 2).data["term"] == 2
+        run.let_end()
         assert run.wait() == 0
         assert len(run.events("generation_started")) == 1 and len(pids) == 4
         assert run.nothing_left()
 
 
 def test_a_controller_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("200",)) as run:
+    with Run(tmp_path, args=ON) as run:
         run.start()
         run.pids()
         log = run.dir.path / "controller.log"
@@ -64,6 +68,7 @@ def test_a_controller_that_cannot_be_started_is_tried_again(tmp_path: Path) -> N
         assert "controller.log" in str(run.wait_event("controller_unreachable", 2).data["error"])
         log.rmdir()
         run.wait_event("controller_started", 2)
+        run.let_end()
         assert run.wait() == 0 and len(run.events("generation_started")) == 1
         assert run.nothing_left()
 
@@ -72,7 +77,7 @@ WRITER = "import sys; sys.stdin.read()"
 
 
 def test_workers_that_cannot_be_started_after_a_writer_has_ended_end_the_agent(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("60",), zygote=False) as run:
+    with Run(tmp_path, args=ON, zygote=False) as run:
         first = run.start()
         pids = run.pids()
         run.wait_log("rank 2", rank=2)
@@ -88,11 +93,12 @@ def test_workers_that_cannot_be_started_after_a_writer_has_ended_end_the_agent(t
         assert first.wait(BOUND_S) != 0
         in_the_way.unlink()
         run.start()
+        run.let_end()
         assert run.wait() == 0 and run.nothing_left()
 
 
 def test_a_successor_agent_adopts_the_living_workers(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("150",)) as run:
+    with Run(tmp_path, args=ON) as run:
         first = run.start()
         pids = run.pids()
         run.wait_log("rank 0")
@@ -100,6 +106,8 @@ def test_a_successor_agent_adopts_the_living_workers(tmp_path: Path) -> None:
         first.wait()
         assert all(exists(pid) for pid in pids.values())
         run.start()
+        run.wait_event("agent_joined", 2)
+        run.let_end()
         assert run.wait() == 0
         assert len(run.events("generation_started")) == 1
         assert [run.log(rank).count("member") for rank in range(4)] == [1, 1, 1, 1]
@@ -107,7 +115,7 @@ def test_a_successor_agent_adopts_the_living_workers(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_while_there_is_no_agent_is_found_by_the_successor(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("150",)) as run:
+    with Run(tmp_path, args=ON) as run:
         first = run.start()
         pids = run.pids()
         run.wait_log("rank 3", rank=3)
@@ -123,7 +131,7 @@ def test_a_worker_that_dies_while_there_is_no_agent_is_found_by_the_successor(tm
 
 
 def test_a_killed_zygote_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("80",)) as run:
+    with Run(tmp_path, args=ON) as run:
         run.start()
         pids = run.pids()
         run.wait_log("rank 1", rank=1)
@@ -135,6 +143,7 @@ def test_a_killed_zygote_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
         os.kill(pids[1], signal.SIGKILL)
         assert run.wait_event("member_exited").data["rank"] == 1
         run.pids(attempt=1)
+        run.let_end()
         assert run.wait() == 0 and run.nothing_left()
 
 
@@ -147,7 +156,7 @@ def stop_zygote(run: Run) -> int:
 
 
 def test_a_stopped_zygote_is_replaced_when_it_does_not_answer(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("60",)) as run:
+    with Run(tmp_path, args=ON) as run:
         run.start()
         pids = run.pids()
         run.wait_log("rank 1", rank=1)
@@ -156,13 +165,14 @@ def test_a_stopped_zygote_is_replaced_when_it_does_not_answer(tmp_path: Path) ->
         assert run.wait_event("zygote_silent").data["asked"] == [5, 6, 7, 8]
         run.wait_event("zygote_ready", 2)
         assert not exists(zygote)
+        run.let_end()
         assert run.wait() == 0
         assert [e.data["member_id"] for e in run.events("member_started")] == [1, 2, 3, 4, 9, 10, 11, 12]
         assert run.log(1, attempt=2).endswith("done\n") and run.nothing_left()
 
 
 def test_a_stopped_zygote_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("100000",)) as run:
+    with Run(tmp_path, args=ON) as run:
         run.start()
         pids = run.pids()
         run.wait_log("rank 1", rank=1)
@@ -194,7 +204,7 @@ if not mark.exists():
 
 
 def test_a_worker_whose_zygote_died_before_it_said_so_is_not_a_second_one(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("200",), nproc=1, preload=("freeze",)) as run:
+    with Run(tmp_path, args=ON, nproc=1, preload=("freeze",)) as run:
         (tmp_path / "stub" / "freeze.py").write_text(FREEZES_AFTER_FORK)
         run.start()
         mark = run.dir.path / "ghost"
@@ -205,6 +215,7 @@ def test_a_worker_whose_zygote_died_before_it_said_so_is_not_a_second_one(tmp_pa
         run.wait_event("member_started")
         os.kill(ghost, signal.SIGCONT)
         assert run.wait_event("ghost_killed").data == {"member": 1, "pid": ghost}
+        run.let_end()
         assert run.wait() == 0
         assert [e.data["member_id"] for e in run.events("member_started")] == [2] and run.nothing_left()
 
@@ -219,7 +230,7 @@ time.sleep(600)
 
 
 def test_a_dead_launcher_ends_the_run(tmp_path: Path) -> None:
-    with Run(tmp_path, args=("10000",), grace_s=1.0) as run:
+    with Run(tmp_path, args=ON, grace_s=1.0) as run:
         with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.dir.path)]) as launcher:
             run.pids()
             run.wait_log("rank 0")
@@ -230,7 +241,7 @@ def test_a_dead_launcher_ends_the_run(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_dead_worker_die_with_it(tmp_path: Path) -> None:
     script = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nprint('child', child.pid, flush=True)\n"
-    with Run(tmp_path, script + LOOP, args=("100000",), nproc=1) as run:
+    with Run(tmp_path, script + LOOP, args=ON, nproc=1) as run:
         run.start()
         pids = run.pids()
         run.wait_log("rank 0")

@@ -54,7 +54,7 @@ def test_pages_do_not_pile_up_with_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_no_room_for_a_page_is_a_fault_of_that_worker(tmp_path: Path) -> None:
-    with Run(tmp_path, nproc=2, args=("30",), max_restarts=10_000) as run:
+    with Run(tmp_path, nproc=2, args=("100000",), max_restarts=10_000) as run:
         agent = run.start()
         pids = run.pids()
         unlimited = resource.prlimit(agent.pid, resource.RLIMIT_FSIZE)
@@ -62,6 +62,7 @@ def test_no_room_for_a_page_is_a_fault_of_that_worker(tmp_path: Path) -> None:
         os.kill(pids[1], signal.SIGKILL)
         run.wait_event("detected", 2)
         resource.prlimit(agent.pid, resource.RLIMIT_FSIZE, unlimited)
+        run.let_end()
         assert run.wait() == 0
         assert {e.data["code"] for e in run.events("member_exited")} >= {os.EX_CANTCREAT, 0}
         assert "no room for the status page" in run.logs()

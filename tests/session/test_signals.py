@@ -87,8 +87,8 @@ def test_an_exit_file_that_cannot_be_read_is_warned_of_once(
     here.watch.start()
     try:
         until("warned", lambda: caplog.records)
-        path.unlink()
-        path.write_text('{"GracefulExit": 1}')
+        (tmp_path / "new").write_text('{"GracefulExit": 1}')
+        (tmp_path / "new").replace(path)  # whole at once: the empty file of a write could be warned of, too
         until("asked", lambda: here.asked)
     finally:
         here.watch.stop()
