@@ -68,6 +68,7 @@ WireMessage = (
     | o.Paced
     | m.EndRun
     | m.ExitRun
+    | m.ExitCancelled
     | m.StopRun
     | m.Ack
     | m.KvRequest

@@ -22,6 +22,8 @@ from holdfast.core.messages import (
     ControllerGone,
     ControllerHere,
     EndRun,
+    ExitAsked,
+    ExitCancelled,
     ExitRun,
     FaultSeen,
     Fence,
@@ -63,8 +65,8 @@ class Desk:
         self.agent = Agent(AgentConfig(node_id=NODE, slots=2, **config))
         self.last: list[Command] = self.agent.start(0.0)
 
-    def post(self, event: Message) -> list[Command]:
-        self.last = self.agent.handle(1.0, event)
+    def post(self, event: Message, now: float = 1.0) -> list[Command]:
+        self.last = self.agent.handle(now, event)
         self.agent.check()
         return self.last
 
@@ -222,7 +224,7 @@ def test_who_is_asked_to_leave_before_anything_has_begun_leaves_at_once() -> Non
     assert desk.sent("launcher", Ack) == [Ack(ok=True, detail="leaving at once: nothing has begun")]
     assert desk.last[-1] == Finish(
         code=int(Exit.UNSAVED),
-        reason="asked to exit (SIGTERM) before a controller was there: nothing had begun",
+        reason="asked to exit (SIGTERM): nothing had begun, no controller was there yet",
     )
 
 
@@ -255,12 +257,41 @@ def test_a_controller_that_is_back_has_the_deadline_from_then_on() -> None:
     assert CancelTimer(name="leave") in desk.last and len(desk.sent("controller", ExitRun)) == 1
 
 
+def test_every_controller_hears_what_was_asked_last_and_how_much_of_its_time_is_left() -> None:
+    """One that dies may not have read it: what was sent to it is no proof."""
+    desk = Desk().running()
+    desk.post(ExitRun(grace_s=9.0, source="SIGTERM"), now=1.0)
+    assert len(desk.sent("controller", ExitRun)) == 1
+    desk.post(ControllerGone(), now=3.0)
+    assert SetTimer(name="leave", delay_s=7.0) in desk.last
+    desk.post(ControllerHere(), now=4.0)
+    assert desk.sent("controller", ExitRun) == [ExitRun(grace_s=6.0, source="SIGTERM")]
+    desk.post(ExitCancelled(source="cli"), now=5.0)
+    desk.post(ControllerGone(), now=6.0)
+    assert not any(isinstance(c, SetTimer) for c in desk.last)
+    desk.post(ControllerHere(), now=7.0)
+    assert desk.sent("controller", ExitRun) == []
+
+
+def test_a_stop_that_a_dying_controller_did_not_read_is_a_stop() -> None:
+    desk = Desk().running()
+    desk.post(StopRun(reason="second Ctrl-C"))
+    assert len(desk.sent("controller", StopRun)) == 1 and not desk.sent("shell", KillMember)
+    desk.post(ControllerGone())
+    assert len(desk.sent("shell", KillMember)) == 2
+    desk.post(exited(1))
+    desk.post(exited(2))
+    assert desk.last[-1] == Finish(code=int(Exit.INTERRUPTED), reason="second Ctrl-C")
+
+
 def test_a_request_that_is_taken_back_in_time_ends_nothing() -> None:
     desk = Desk().running()
     desk.post(ControllerGone())
     desk.post(ExitRun(grace_s=9.0, source="cli"))
     desk.post(ExitRun(grace_s=0.0, source="cli", cancel=True))
     assert CancelTimer(name="leave") in desk.last
+    desk.post(ControllerHere())
+    assert [r.cancel for r in desk.sent("controller", ExitRun)] == [True]
 
 
 def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
@@ -286,6 +317,6 @@ def test_what_is_kept_is_bounded() -> None:
     desk = Desk(pending_max=3).running()
     desk.post(ControllerGone())
     for number in range(5):
-        desk.post(ExitRun(grace_s=float(number), source="cli"))
+        desk.post(ExitAsked(member_id=MemberId(1), generation=G1, source=str(number)))
     desk.post(ControllerHere())
-    assert [r.grace_s for r in desk.sent("controller", ExitRun)] == [2.0, 3.0, 4.0]
+    assert [asked.source for asked in desk.sent("controller", ExitAsked)] == ["2", "3", "4"]

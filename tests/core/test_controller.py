@@ -18,14 +18,9 @@ from holdfast.core.messages import (
     AgentHello,
     Catalogued,
     Command,
-    EndRun,
-    ExitAgreed,
-    ExitOrder,
-    ExitRun,
     FaultSeen,
     Fence,
     Finish,
-    Finished,
     KillMember,
     LayoutPublished,
     Leave,
@@ -35,7 +30,6 @@ from holdfast.core.messages import (
     Message,
     RankState,
     Record,
-    Release,
     Resume,
     SaveReported,
     Send,
@@ -45,7 +39,6 @@ from holdfast.core.messages import (
     Settled,
     StartMembers,
     StepReached,
-    StopRun,
     Tick,
     WorkerFailed,
     WorkerHello,
@@ -413,65 +406,6 @@ def test_when_all_die_a_save_in_flight_is_worth_waiting_for(staged_step: int, ac
     for rank in range(3):
         job.exit(rank, signal=9, staged_step=staged_step)
     assert job.record("verdict")["action"] == action
-
-
-def test_graceful_exit_is_told_agreed_and_coded() -> None:
-    job = Job().up()
-    job.post(ExitRun(grace_s=60.0, source="command line"))
-    assert [o.source for o in job.sent(ExitOrder)] == ["command line"] * 3
-    for member in job.members:
-        job.post(ExitAgreed(member_id=member, generation=job.generation, step=9))
-    job.post(ExitRun(grace_s=60.0, source="command line", cancel=True))
-    assert job.record("exit_cancelled")["done"] is False
-    for i, member in enumerate(job.members):
-        finished = Finished(member_id=member, generation=job.generation, step=9, reason="exit", sealed=i == 2)
-        job.post(finished)
-    assert len(job.sent(Release)) == 3
-    for rank in range(3):
-        job.exit(rank, state="finished", code=75)
-    assert job.outcome().code == Exit.REQUEUE
-    assert job.outcome().reason == "asked to exit (command line): step 9 is sealed"
-    assert any(isinstance(c, Send) and isinstance(c.message, EndRun) for c in job.last)
-
-
-def test_a_cancelled_exit_goes_on() -> None:
-    job = Job().up()
-    job.post(ExitRun(grace_s=60.0, source="cli"))
-    job.post(ExitRun(grace_s=60.0, source="cli", cancel=True))
-    assert [o.cancel for o in job.sent(ExitOrder)] == [True] * 3
-    assert job.record("exit_cancelled")["done"] is True
-
-
-def test_the_deadline_of_an_exit_ends_it_unsaved() -> None:
-    job = Job().up()
-    job.post(ExitRun(grace_s=5.0, source="cli"))
-    job.post(Tick(name="exit"), after_s=5.0)
-    assert len(job.sent(KillMember)) == 3
-    for rank in range(3):
-        job.exit(rank)
-    assert job.outcome().code == Exit.UNSAVED
-
-
-def test_a_death_during_an_exit_saves_and_does_not_restart() -> None:
-    job = Job().up()
-    job.post(ExitRun(grace_s=60.0, source="cli"))
-    job.exit(1)
-    job.settle(0, "aborted", 5)
-    job.settle(2, "aborted", 5)
-    job.seal(job.sent(Settle)[0])
-    assert {leave.code for leave in job.sent(Leave)} == {Exit.REQUEUE}
-    job.exit(0, code=75)
-    job.exit(2, code=75)
-    assert job.outcome().code == Exit.REQUEUE
-
-
-def test_stop_kills_everyone_at_once() -> None:
-    job = Job().up()
-    job.post(StopRun(reason="second Ctrl-C"))
-    assert [k.grace_s for k in job.sent(KillMember)] == [0.0] * 3
-    for rank in range(3):
-        job.exit(rank)
-    assert job.outcome().code == Exit.INTERRUPTED
 
 
 def test_scripts_without_a_session_end_or_start_again_together() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.messages import ExitRun, StopRun
+from holdfast.exits import Exit
+from holdfast.runtime.launch import AgentLink
 from tests.runtime.runs import BOUND_S, LOOP, Run, exists, until
 
 pytestmark = pytest.mark.processes
@@ -55,6 +58,24 @@ def test_a_killed_controller_is_replaced_and_disturbs_nobody(tmp_path: Path) -> 
         assert run.wait() == 0
         assert len(run.events("generation_started")) == 1 and len(pids) == 4
         assert run.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [(ExitRun(grace_s=30.0, source="test"), Exit.UNSAVED), (StopRun(reason="test"), Exit.INTERRUPTED)],
+)
+def test_a_request_that_a_killed_controller_never_read_is_kept(
+    tmp_path: Path, request_: ExitRun | StopRun, code: Exit
+) -> None:
+    with Run(tmp_path, args=("600",)) as run:
+        run.start()
+        run.pids()
+        run.wait_log("rank 0")
+        controller = int(run.wait_event("controller_started").data["pid"])
+        os.kill(controller, signal.SIGSTOP)
+        assert AgentLink(run.dir.path).request(request_).ok
+        os.kill(controller, signal.SIGKILL)
+        assert run.wait() == code and run.nothing_left()
 
 
 def test_a_controller_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:

@@ -99,6 +99,15 @@ def test_graceful_exit_saves_and_asks_to_be_requeued() -> None:
     assert any(r.kind == "sealed" and r.data["step"] == result.step for r in result.records)
 
 
+def test_a_request_that_comes_as_the_controller_dies_is_kept() -> None:
+    """Whether it is asked before the death, unread, or after it, unnoticed."""
+    for seed in range(60):
+        asked_s = 0.5985 + 0.0001 * seed
+        faults = (SimFault(kind="controller", at_s=0.6), SimFault(kind="ask_exit", at_s=asked_s))
+        result = run_sim((4, 12)[seed % 2], seed, faults, until=50)
+        assert (result.code, result.step < 50) == (Exit.REQUEUE, True), f"asked at {asked_s}: {result.reason}"
+
+
 @pytest.mark.parametrize("ranks", [4, 12])
 def test_an_exit_before_anything_has_begun_ends_every_node(ranks: int) -> None:
     for seed in range(20):

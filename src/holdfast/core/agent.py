@@ -13,7 +13,7 @@ Invariants:
    them.
 3. After EndRun the agent ends when its last worker is gone, never before.
 4. Whoever is asked to leave leaves: at once where nothing has begun, else within the deadline of the request, with or
-   without a controller.
+   without a controller, and however many controllers die over it. Whoever is stopped stops.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from holdfast.core.messages import (
     EndRun,
     ExitAgreed,
     ExitAsked,
+    ExitCancelled,
     ExitRun,
     FaultSeen,
     Finish,
@@ -130,7 +131,9 @@ class Agent:
         self.ended = False
         self._started: set[MemberId] = set()
         self._restarts = 0
-        self._asked = ""
+        self._request: ExitRun | None = None  # what was asked last; told to every controller
+        self._due_s = 0.0  # when its deadline has passed
+        self._stop: StopRun | None = None
         self._begun = False  # the others, or a controller, rely on this agent
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
@@ -158,17 +161,22 @@ class Agent:
             case JobFormed():
                 self._begun = True
             case LauncherGone():
-                self._ask(ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
-            case ExitRun() | StopRun():
+                self._ask_exit(now, ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
+            case ExitRun():
                 self._out.append(Send(to="launcher", message=self._answer(event)))
-                self._ask(event)
+                self._ask_exit(now, event)
+            case ExitCancelled():
+                self._request = None
+            case StopRun():
+                self._out.append(Send(to="launcher", message=self._answer(event)))
+                self._ask_stop(event)
             case Tick():
                 if event.name == "beat":
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
                     if self.connected:
                         self._tell(AgentBeat(node_id=self.node_id))
                 elif event.name == LEAVE_TIMER:
-                    self._leave(f"{self._asked}: no controller came back before the deadline")
+                    self._leave("no controller came back before the deadline")
                 elif event.name == SPARE_TIMER:
                     self._build_spares()
                 elif event.name.startswith("called:"):
@@ -243,7 +251,7 @@ class Agent:
             self._tell(self._held)
         while self._pending:
             self._tell(self._pending.popleft())
-        self._out.append(CancelTimer(name=LEAVE_TIMER))  # the deadline is the controller's from here on
+        self._tell_request()
         self._tell(AgentBeat(node_id=self.node_id))
 
     def _controller_gone(self, now: float) -> None:
@@ -253,6 +261,10 @@ class Agent:
         self.connected = False
         if self.ending is not None or self.ended:
             return
+        if self._stop is not None:
+            self._stop_now(self._stop)
+            return
+        self._keep_deadline(now)
         self._restarts += 1
         if self._restarts > self.config.restarts_max:
             reason = (
@@ -273,36 +285,53 @@ class Agent:
         what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
-    def _ask(self, request: ExitRun | StopRun) -> None:
-        """Pass a request on, now or when there is a controller. A stop does not wait for one."""
+    def _ask_exit(self, now: float, request: ExitRun) -> None:
+        """Pass a request on, now and to every controller that comes: one that dies may not have heard it."""
         if self.ending is not None:
             return
+        self._request, self._due_s = request, now + request.grace_s
         if self.connected:
             self._tell(request)
-        elif isinstance(request, StopRun):
-            self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
+        elif self._is_idle and not request.cancel:
+            self._leave("nothing had begun, no controller was there yet")
         else:
-            self._ask_later(request)
+            self._keep_deadline(now)
 
-    def _ask_later(self, request: ExitRun) -> None:
-        """There is no controller that could save first: the request keeps its deadline all the same."""
-        self._asked = f"asked to exit ({request.source})"
-        if request.cancel:
-            self._keep(request)
-            self._out.append(CancelTimer(name=LEAVE_TIMER))
-        elif self._is_idle:
-            self._leave(f"{self._asked} before a controller was there: nothing had begun")
+    def _ask_stop(self, request: StopRun) -> None:
+        """Pass it on. A stop does not wait for a controller."""
+        self._stop = request
+        if self.connected and self.ending is None:
+            self._tell(request)
         else:
-            self._keep(request)
-            self._out.append(SetTimer(name=LEAVE_TIMER, delay_s=request.grace_s))
+            self._stop_now(request)
+
+    def _stop_now(self, request: StopRun) -> None:
+        self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
+
+    def _keep_deadline(self, now: float) -> None:
+        """There is no controller that could save: who was asked to leave keeps the deadline all the same."""
+        if self._request is None:
+            return
+        if self._request.cancel:
+            self._out.append(CancelTimer(name=LEAVE_TIMER))
+        else:
+            self._out.append(SetTimer(name=LEAVE_TIMER, delay_s=max(0.0, self._due_s - now)))
+
+    def _tell_request(self) -> None:
+        """Once more, with what is left of its time; the deadline is the controller's from here on."""
+        if self._request is not None:
+            left_s = max(0.0, self._due_s - self._here_s)
+            self._tell(msgspec.structs.replace(self._request, grace_s=left_s))
+        self._out.append(CancelTimer(name=LEAVE_TIMER))
 
     @property
     def _is_idle(self) -> bool:
         """Nothing of the job has reached this node yet."""
         return not self._begun and not self._started
 
-    def _leave(self, reason: str) -> None:
-        code = Exit.UNSAVED
+    def _leave(self, why: str) -> None:
+        source = self._request.source if self._request is not None else ""
+        code, reason = Exit.UNSAVED, f"asked to exit ({source}): {why}"
         self._record("run_ended", code=int(code), cause=code.name, reason=reason)
         self._end(EndRun(code=int(code), reason=reason))
 

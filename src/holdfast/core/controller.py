@@ -81,6 +81,7 @@ class Controller:
             "run_started", run=job.config.run_id, world_size=job.config.world_size, term=job.config.term
         )
         self.fleet.start()
+        self.ending.start()
         return job.take()
 
     def handle(self, now: float, event: Message) -> list[Command]:

@@ -1,9 +1,10 @@
 """How a run ends: asked to (graceful exit), told to (stop), or because all its ranks are done.
 
 Theory. A graceful exit is a flag that travels in the vote, so the request only has to reach one rank; the
-controller tells all of them, keeps the request across recoveries, and owns the deadline. A session that is
-done waits for its Release: as long as one rank still works, every other one may be needed to recover it.
-After the Release a process may end as it likes; its exit code counts, but nothing is restarted any more.
+controller tells all of them, keeps the request across recoveries, and owns the deadline. The agent through which it
+came says it again to the next controller: this one may die before it has heard of it. A session that is done waits
+for its Release: as long as one rank still works, every other one may be needed to recover it. After the Release a
+process may end as it likes; its exit code counts, but nothing is restarted any more.
 
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
@@ -14,8 +15,8 @@ Invariants:
 from __future__ import annotations
 
 from holdfast.core.job import Job
-from holdfast.core.membership import Member
-from holdfast.core.messages import ExitOrder, Finished, MemberExited, Release
+from holdfast.core.membership import Member, node_order
+from holdfast.core.messages import ExitCancelled, ExitOrder, Finished, MemberExited, Release
 from holdfast.exits import Exit
 
 EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
@@ -27,6 +28,15 @@ class Ending:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.stopping: tuple[Exit, str] | None = None
+
+    def start(self) -> None:
+        """A request that an earlier controller took has its deadline from this one, too.
+
+        Counted anew: how much of it was left died with that controller. The agent that passed the request on knows,
+        and tells it again.
+        """
+        if self.job.exit_source:
+            self.job.timer("exit", self.job.config.grace_s)
 
     def request(self, source: str, grace_s: float) -> None:
         """Exit gracefully within ``grace_s`` seconds. Asking again changes nothing but the deadline."""
@@ -48,6 +58,9 @@ class Ending:
         job = self.job
         done = bool(job.exit_source) and job.agreed_step is None and self.stopping is None
         job.record("exit_cancelled", source=source, done=done)
+        if done or not job.exit_source:
+            for node_id in sorted(job.slots, key=node_order):
+                job.send_node(node_id, ExitCancelled(source=source))
         if not done:
             return
         job.exit_source = ""

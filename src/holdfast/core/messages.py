@@ -433,6 +433,12 @@ class ExitRun(Message, frozen=True):
     cancel: bool = False
 
 
+class ExitCancelled(Message, frozen=True):
+    """To every agent: no request to leave stands any more, none is to be told to the next controller."""
+
+    source: str
+
+
 class StopRun(Message, frozen=True):
     """Second Ctrl-C: end at once."""
 

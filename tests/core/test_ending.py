@@ -1,0 +1,98 @@
+"""How a run ends: asked to leave, taken back, told to stop; also when the controller that was asked has died."""
+
+from __future__ import annotations
+
+from holdfast.core.messages import (
+    EndRun,
+    ExitAgreed,
+    ExitCancelled,
+    ExitOrder,
+    ExitRun,
+    Finished,
+    KillMember,
+    Leave,
+    Release,
+    Send,
+    SetTimer,
+    Settle,
+    StopRun,
+    Tick,
+)
+from holdfast.exits import Exit
+from tests.core.test_controller import Job, successor
+
+
+def test_graceful_exit_is_told_agreed_and_coded() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=60.0, source="command line"))
+    assert [o.source for o in job.sent(ExitOrder)] == ["command line"] * 3
+    for member in job.members:
+        job.post(ExitAgreed(member_id=member, generation=job.generation, step=9))
+    job.post(ExitRun(grace_s=60.0, source="command line", cancel=True))
+    assert job.record("exit_cancelled")["done"] is False
+    for i, member in enumerate(job.members):
+        finished = Finished(member_id=member, generation=job.generation, step=9, reason="exit", sealed=i == 2)
+        job.post(finished)
+    assert len(job.sent(Release)) == 3
+    for rank in range(3):
+        job.exit(rank, state="finished", code=75)
+    assert job.outcome().code == Exit.REQUEUE
+    assert job.outcome().reason == "asked to exit (command line): step 9 is sealed"
+    assert any(isinstance(c, Send) and isinstance(c.message, EndRun) for c in job.last)
+
+
+def test_a_cancelled_exit_goes_on() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=60.0, source="cli"))
+    job.post(ExitRun(grace_s=60.0, source="cli", cancel=True))
+    assert [o.cancel for o in job.sent(ExitOrder)] == [True] * 3
+    assert job.record("exit_cancelled")["done"] is True
+
+
+def test_agents_forget_what_was_taken_back() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=5.0, source="command line"))
+    assert not job.sent(ExitCancelled)
+    job.post(ExitRun(grace_s=0.0, source="command line", cancel=True))
+    assert len(job.sent(ExitCancelled)) == 1
+    job.post(ExitRun(grace_s=0.0, source="nobody had asked", cancel=True))
+    assert len(job.sent(ExitCancelled)) == 1
+
+
+def test_the_deadline_of_an_exit_holds_under_the_next_controller() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=5.0, source="command line"))
+    after = successor(job)
+    assert any(isinstance(c, SetTimer) and c.name == "exit" for c in after.log)
+
+
+def test_the_deadline_of_an_exit_ends_it_unsaved() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=5.0, source="cli"))
+    job.post(Tick(name="exit"), after_s=5.0)
+    assert len(job.sent(KillMember)) == 3
+    for rank in range(3):
+        job.exit(rank)
+    assert job.outcome().code == Exit.UNSAVED
+
+
+def test_a_death_during_an_exit_saves_and_does_not_restart() -> None:
+    job = Job().up()
+    job.post(ExitRun(grace_s=60.0, source="cli"))
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    job.seal(job.sent(Settle)[0])
+    assert {leave.code for leave in job.sent(Leave)} == {Exit.REQUEUE}
+    job.exit(0, code=75)
+    job.exit(2, code=75)
+    assert job.outcome().code == Exit.REQUEUE
+
+
+def test_stop_kills_everyone_at_once() -> None:
+    job = Job().up()
+    job.post(StopRun(reason="second Ctrl-C"))
+    assert [k.grace_s for k in job.sent(KillMember)] == [0.0] * 3
+    for rank in range(3):
+        job.exit(rank)
+    assert job.outcome().code == Exit.INTERRUPTED
