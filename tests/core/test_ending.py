@@ -66,6 +66,14 @@ def test_the_deadline_of_an_exit_holds_under_the_next_controller() -> None:
     assert any(isinstance(c, SetTimer) and c.name == "exit" for c in after.log)
 
 
+def test_an_exit_of_which_only_the_agreement_is_heard_has_a_deadline() -> None:
+    job = Job().up()
+    job.post(ExitAgreed(member_id=job.members[0], generation=job.generation, step=9))
+    assert any(isinstance(c, SetTimer) and c.name == "exit" for c in job.last)
+    job.post(ExitAgreed(member_id=job.members[1], generation=job.generation, step=9))
+    assert not any(isinstance(c, SetTimer) for c in job.last)
+
+
 def test_the_deadline_of_an_exit_ends_it_unsaved() -> None:
     job = Job().up()
     job.post(ExitRun(grace_s=5.0, source="cli"))

@@ -76,7 +76,9 @@ class Ending:
         if self.job.agreed_step != step:  # a fault may have come between, and the ranks agree again
             self.job.agreed_step = step
             self.job.record("exit_agreed", step=step)
-        self.job.exit_source = self.job.exit_source or "vote"
+        if not self.job.exit_source:  # what the rank said that was asked died with a controller
+            self.job.exit_source = "vote"
+            self.job.timer("exit", self.job.config.grace_s)
 
     def stop(self, reason: str) -> None:
         """End at once."""
