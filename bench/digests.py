@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from holdfast.adapters.torch.fingerprint import Fingerprints
+from holdfast.adapters.torch.fingerprint import digest_of
 from holdfast.adapters.torch.state import TorchState
 from holdfast.drill.model import SIZES, Gpt
 from holdfast.store.copies import Copies, Extent
@@ -39,14 +39,13 @@ def main() -> None:
     began_s = time.perf_counter()
     copies = Copies(Catalogue.from_layouts(layouts), 0, lambda fqn: True, given.every)
     planned_s = time.perf_counter() - began_s
-    prints = Fingerprints(collected)
     elsewhere = torch.ones(40_000_000)
 
     def once(parts: list[tuple[object, list[Extent]]]) -> float:
         elsewhere.sum()
         began_s = time.perf_counter()
         for _, extents in parts:
-            prints.digest(extents)
+            digest_of(collected, extents)
         return time.perf_counter() - began_s
 
     for turn in range(given.every):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from holdfast.adapters.torch import boxes
 from holdfast.adapters.torch.boxes import parts_of
 from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import StateError
@@ -52,11 +54,29 @@ def cut(line: Line) -> dict[str, list[str]]:
         fully_shard(layer, mesh=mesh["data"])
         assert isinstance(layer.weight, DTensor)
         found[name] = boxes_of(layer.weight, weight)
+    # Of the shape and dimension of the strided rows: some versions of torch call these placements equal.
+    rows = torch.arange(60.0).reshape(10, 6)
+    found["plain rows"] = boxes_of(distribute_tensor(rows, mesh, [Shard(0), Shard(0)]), rows)
     try:
         parts_of(DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()]), "x")
     except StateError:
         found["pending"] = ["refused"]
     return found
+
+
+def cut_once(line: Line) -> dict[str, Any]:
+    """How often torch was asked to cut, for the layouts of two collections of one model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    fully_shard(net, mesh=mesh)
+    state = TorchState(net, {})
+    boxes._cut.cache_clear()  # the check of the state has asked already
+    with patch.object(Shard, "_split_tensor", autospec=True, side_effect=Shard._split_tensor) as asked:
+        first = state.collect().layout(dist.get_rank(), 4)
+        cuts = asked.call_count
+        again = state.collect().layout(dist.get_rank(), 4)
+    later = asked.call_count - cuts
+    return {"cuts": cuts, "later": later, "tensors": len(first.tensors), "same": first == again}
 
 
 def late_layouts(line: Line, declared: list[int]) -> str:

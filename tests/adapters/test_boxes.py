@@ -22,8 +22,18 @@ def test_every_cut_is_known_by_its_boxes(worlds: Worlds) -> None:
         ["[3:5, 0:6]"],
         ["[8:10, 0:6]"],
     ]
+    assert [r["plain rows"] for r in ranks] == [
+        ["[0:3, 0:6]"],
+        ["[3:5, 0:6]"],
+        ["[5:8, 0:6]"],
+        ["[8:10, 0:6]"],
+    ]
     assert all(r["strided columns"] for r in ranks)
     assert all(r["pending"] == ["refused"] for r in ranks)
+
+
+def test_tensors_of_one_form_are_cut_once_whatever_is_collected(worlds: Worlds) -> None:
+    assert worlds.values(shards.cut_once, 4) == [{"cuts": 2, "later": 0, "tensors": 10, "same": True}] * 4
 
 
 @pytest.mark.parametrize("declared", [[0], [3], [1, 2]])

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -191,6 +191,9 @@ class BackgroundSaver(Closes):
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._orders = 0
+        self._placed: _Placed | None = (
+            None  # of the save before: the plan is the same until the layout changes
+        )
         self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
@@ -254,7 +257,14 @@ class BackgroundSaver(Closes):
         started_s = time.perf_counter()
         self._idle.wait()
         copied_s = time.perf_counter()
-        items, parts, size_bytes = _places(catalogue, plan, rank)
+        placed = self._placed
+        if (
+            placed is None
+            or placed.catalogue is not catalogue
+            or placed.plan is not plan
+            or placed.rank != rank
+        ):
+            placed = self._placed = _placed(catalogue, plan, rank)
         job = SaveJob(
             root=str(root),
             save_id=save_id,
@@ -262,23 +272,22 @@ class BackgroundSaver(Closes):
             sources=plan.sources,
             copies=plan.copies,
             rank=rank,
-            parts=parts,
+            parts=placed.parts,
             values=encode_values(dict(values)),
             locals_={r: encode_values(v, f"locals of rank {r}") for r, v in locals_.items()},
             threads=self._threads,
         )
         self._idle.clear()
         try:
-            self._hand_over(save_id, job, items, size_bytes, source)
+            self._hand_over(save_id, job, placed, source)
         except BaseException:
             self._idle.set()
             raise
-        copied = sum(part.size_bytes for part in parts)
+        copied = sum(part.size_bytes for part in placed.parts)
         return Staged(copied, time.perf_counter() - copied_s, copied_s - started_s)
 
-    def _hand_over(
-        self, save_id: SaveId, job: SaveJob, items: list[WriteItem], size_bytes: int, source: TensorSource
-    ) -> None:
+    def _hand_over(self, save_id: SaveId, job: SaveJob, placed: _Placed, source: TensorSource) -> None:
+        size_bytes = placed.size_bytes
         description = msgspec.msgpack.encode(job)
         memory = self._pool.memory(size_bytes + len(description))
         memory[size_bytes : size_bytes + len(description)] = description
@@ -288,7 +297,7 @@ class BackgroundSaver(Closes):
             self._writer = WriterProcess.start(self._pool.fd)
         self._writer.tell(order)
         try:
-            for arrived in _stage(memory, zip(items, job.parts, strict=True), source, size_bytes):
+            for arrived in _stage(memory, zip(placed.items, placed.parts, strict=True), source, size_bytes):
                 self._writer.tell(Arrived(order.number, arrived))
         except BaseException:
             self._writer.tell(Withdrawn(order.number))
@@ -362,13 +371,19 @@ def _stage(
     yield size_bytes
 
 
-def _places(
-    catalogue: Catalogue, plan: Plan, rank: int
-) -> tuple[list[WriteItem], tuple[StagedPart, ...], int]:
-    """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take.
+class _Placed(NamedTuple):
+    """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take."""
 
-    The pool has the order of the files, and each file begins at a page: the disk can then read from the pool itself.
-    """
+    catalogue: Catalogue
+    plan: Plan
+    rank: int
+    items: tuple[WriteItem, ...]
+    parts: tuple[StagedPart, ...]
+    size_bytes: int
+
+
+def _placed(catalogue: Catalogue, plan: Plan, rank: int) -> _Placed:
+    """The pool has the order of the files, and each file begins at a page: the disk can then read from the pool."""
     items: list[WriteItem] = []
     parts: list[StagedPart] = []
     end = 0
@@ -379,4 +394,4 @@ def _places(
             items.append(item)
             parts.append(StagedPart(item.fqn, item.part, end, size_bytes))
             end += size_bytes
-    return items, tuple(parts), end
+    return _Placed(catalogue, plan, rank, tuple(items), tuple(parts), end)

@@ -19,7 +19,7 @@ from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.fabric import fabric
-from holdfast.adapters.torch.fingerprint import Fingerprints
+from holdfast.adapters.torch.fingerprint import digest_of
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.heal import (
     dividing,
@@ -103,7 +103,6 @@ class TorchAdapter:
         self._step = 0
         self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
-        self._prints: Fingerprints | None = None
         self._feed: Feed | None = None
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
@@ -261,10 +260,7 @@ class TorchAdapter:
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
-        prints = self._prints  # two threads may ask, each about a collection of its own
-        if prints is None or prints.state is not collected:
-            prints = self._prints = Fingerprints(collected)
-        return prints.digest(parts)
+        return digest_of(collected, parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Lock pages for copies from a GPU (``adapters.base.PinsMemory``); nothing to do where none is in use."""

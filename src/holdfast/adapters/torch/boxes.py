@@ -3,17 +3,19 @@
 A plain tensor is its own whole, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
 tensor-parallel weights, a flat optimizer shard). A ``DTensor`` is cut by its placements, each mesh dimension in order;
 a strided placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an
-index range with the placement's own rule, so they are right for whatever the placement does.
+index range with the placement's own rule, so they are right for whatever the placement does. That takes 30
+microseconds, and a model has few forms of tensors: each form is cut once.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from holdfast.errors import StateError
 from holdfast.store.grid import Cuts, cut
@@ -41,6 +43,22 @@ DTYPES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+
+
+FORMS_MAX = 4096
+
+_Run: TypeAlias = tuple[int, int, int]
+"""A stretch of one dimension: where it begins in the global tensor and in the local one, and its elements."""
+
+
+class _Form(NamedTuple):
+    """All that says how a ``DTensor`` is cut. The types are there for placements that torch calls equal to others."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    types: tuple[type, ...]
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -114,8 +132,7 @@ def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank, without autograd; shares storage."""
-    with torch.no_grad():
-        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
@@ -134,43 +151,62 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
             f"{name}: a DTensor with a pending reduction ({tensor.placements}) cannot be saved",
             hint="redistribute it to Replicate() or Shard(dim) first",
         )
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    form = _form_of(tensor)
+    if form is None:
         return []
-    local = tensor._local_tensor
-    runs = [_runs(tensor, dim, coordinate) for dim in range(tensor.ndim)]
+    runs, parts = _cut(form)
+    held = tensor._local_tensor.shape
     for dim, dim_runs in enumerate(runs):
-        if sum(size for _, _, size in dim_runs) != local.shape[dim]:
+        if sum(size for _, _, size in dim_runs) != held[dim]:
             raise StateError(
-                f"{name}: dimension {dim} holds {local.shape[dim]} elements here, its placements "
+                f"{name}: dimension {dim} holds {held[dim]} elements here, its placements "
                 f"{tensor.placements} say {sum(size for _, _, size in dim_runs)}"
             )
-    return [
+    return list(parts)
+
+
+def _form_of(tensor: DTensor) -> _Form | None:
+    """None on a rank outside of the tensor's mesh."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    return _Form(
+        tuple(tensor.shape), placements, tuple(map(type, placements)), tuple(mesh.shape), tuple(coordinate)
+    )
+
+
+@functools.lru_cache(FORMS_MAX)
+def _cut(form: _Form) -> tuple[tuple[tuple[_Run, ...], ...], tuple[Part, ...]]:
+    """The stretches of each dimension, and the regions that they make."""
+    runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
+    parts = tuple(
         Part(
             Box(tuple(at for at, _, _ in combination), tuple(size for _, _, size in combination)),
             tuple(slice(start, start + size) for _, start, size in combination),
         )
         for combination in itertools.product(*runs)
-    ]
+    )
+    return runs, parts
 
 
-def _runs(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Consecutive stretches of one dimension: (global start, local start, size)."""
+def _runs(form: _Form, dim: int) -> list[_Run]:
+    """Consecutive stretches of one dimension."""
     index = None
-    for mesh_dim, placement in enumerate(tensor.placements):
+    for mesh_dim, placement in enumerate(form.placements):
         if getattr(placement, "dim", None) != dim:
             continue
         if index is None:
-            index = torch.arange(tensor.shape[dim])
+            index = torch.arange(form.shape[dim])
         cut, _ = placement._split_tensor(  # type: ignore[attr-defined]
             # Cutting a column keeps the rule for dimension `dim` independent of the others.
-            index.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)]),
-            tensor.device_mesh.size(mesh_dim),
+            index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))]),
+            form.mesh[mesh_dim],
             with_padding=False,
         )
-        index = cut[coordinate[mesh_dim]].reshape(-1)
+        index = cut[form.coordinate[mesh_dim]].reshape(-1)
     if index is None:
-        return [(0, 0, tensor.shape[dim])]
+        return [(0, 0, form.shape[dim])]
     if not index.numel():
         return [(0, 0, 0)]
     breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
@@ -182,21 +218,25 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
     """The regular cut that gives this rank its one box; None when there are several, or no such cut."""
     if not isinstance(tensor, DTensor) or len(boxes) != 1:
         return None
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # a rank outside of the mesh has no box
+    form = _form_of(tensor)
+    assert form is not None  # a rank outside of the mesh has no box
+    return _regular(form, boxes[0])
+
+
+@functools.lru_cache(FORMS_MAX)
+def _regular(form: _Form, box: Box) -> Cuts | None:
+    """The cut by which this form has that box, if it is one."""
     cuts = []
-    for dim in range(tensor.ndim):
+    for dim in range(len(form.shape)):
         steps = [
-            (tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
-            for mesh_dim, placement in enumerate(tensor.placements)
-            if getattr(placement, "dim", None) == dim and tensor.device_mesh.size(mesh_dim) > 1
+            (form.mesh[mesh_dim], form.coordinate[mesh_dim])
+            for mesh_dim, placement in enumerate(form.placements)
+            if getattr(placement, "dim", None) == dim and form.mesh[mesh_dim] > 1
         ]
-        if any(
-            type(placement) is not Shard for placement in tensor.placements if not placement.is_replicate()
-        ):
+        if any(type(placement) is not Shard for placement in form.placements if not placement.is_replicate()):
             steps.reverse()  # a strided placement is applied after the ones that follow it
-        offset, size = cut(tensor.shape[dim], steps)
-        if size != boxes[0].sizes[dim] or (size and offset != boxes[0].offsets[dim]):
+        offset, size = cut(form.shape[dim], steps)
+        if size != box.sizes[dim] or (size and offset != box.offsets[dim]):
             return None
         cuts.append(tuple(steps))
     return tuple(cuts)
@@ -233,7 +273,13 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a local tensor in C order: its own memory when it is contiguous and on the CPU, else a copy."""
-    return flat_bytes(tensor.detach().cpu()).numpy().data
+    own = own_bytes(tensor)
+    return flat_bytes(tensor.detach().cpu()).numpy().data if own is None else own
+
+
+def own_bytes(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of a local tensor, where that is its bytes in C order."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if is_direct(tensor) else None
 
 
 def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import xxhash
 
-from holdfast.adapters.torch.boxes import byte_view, flat_bytes, is_direct
+from holdfast.adapters.torch.boxes import flat_bytes
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box
 
@@ -23,38 +23,26 @@ _WORD_BYTES = 8
 class Regions(Protocol):
     """What is used of a collected state."""
 
+    def own(self, fqn: str, box: Box) -> memoryview | None:
+        """The memory of one box, where that is its bytes."""
+
     def region(self, fqn: str, box: Box) -> torch.Tensor:
         """The tensor of one box."""
 
 
-class Fingerprints:
-    """Takes digests of one collected state; keeps the memory that it has looked up."""
-
-    def __init__(self, state: Regions) -> None:
-        self.state = state
-        self._memory: dict[tuple[str, Box], memoryview | None] = {}
-
-    def digest(self, parts: Sequence[Extent]) -> int:
-        """xxh3-64 of these parts, in order; equal bytes give equal digests on every rank with the same devices."""
-        total = xxhash.xxh3_64()
-        far: list[torch.Tensor] = []
-        for fqn, box, start, stop in parts:
-            memory = self._direct(fqn, box)
-            if memory is None:
-                region = self.state.region(fqn, box)
-                far.append(flat_bytes(region)[start:stop])
-            else:
-                total.update(memory[start:stop])
-        if far:
-            total.update(sums(far))
-        return total.intdigest()
-
-    def _direct(self, fqn: str, box: Box) -> memoryview | None:
-        key = (fqn, box)
-        if key not in self._memory:
-            region = self.state.region(fqn, box)
-            self._memory[key] = byte_view(region) if is_direct(region) else None
-        return self._memory[key]
+def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
+    """xxh3-64 of these parts, in order; equal bytes give equal digests on every rank with the same devices."""
+    total = xxhash.xxh3_64()
+    far: list[torch.Tensor] = []
+    for fqn, box, start, stop in parts:
+        memory = state.own(fqn, box)
+        if memory is None:
+            far.append(flat_bytes(state.region(fqn, box))[start:stop])
+        else:
+            total.update(memory[start:stop])
+    if far:
+        total.update(sums(far))
+    return total.intdigest()
 
 
 def sums(parts: Sequence[torch.Tensor]) -> bytes:

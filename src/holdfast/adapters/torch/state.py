@@ -36,6 +36,7 @@ from holdfast.adapters.torch.boxes import (
     global_shape,
     is_direct,
     local_of,
+    own_bytes,
     parts_of,
     placed,
     refuse_undeclared,
@@ -98,6 +99,8 @@ class Collected:
         self.tensors: dict[str, torch.Tensor] = {}
         self.values: dict[str, Plain] = {}
         self._parts: dict[str, dict[Box, Part]] = {}
+        self._own: dict[tuple[str, Box], memoryview | None] = {}
+        self._layout: RankLayout | None = None
 
     def add(self, value: Any, path: str) -> Plain:
         """A leaf: take ``value`` when it is a tensor or an array."""
@@ -122,11 +125,23 @@ class Collected:
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """C-contiguous bytes of one box; shares memory with the state where it can."""
-        return byte_view(self.region(fqn, box))
+        own = self.own(fqn, box)
+        return byte_view(self.region(fqn, box)) if own is None else own
+
+    def own(self, fqn: str, box: Box) -> memoryview | None:
+        """The memory of one box, where that is its bytes; looked up once."""
+        key = (fqn, box)
+        if key not in self._own:
+            self._own[key] = own_bytes(self.region(fqn, box))
+        return self._own[key]
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
         """Begin to copy a part of one box (the store's ``DeviceSource``)."""
-        copy_bytes(self.region(fqn, box), start, stop, goal)
+        own = self.own(fqn, box)
+        if own is None:
+            copy_bytes(self.region(fqn, box), start, stop, goal)
+        else:
+            np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(own, np.uint8)[start:stop])
 
     def finish_copies(self) -> None:
         """Wait for the device."""
@@ -138,10 +153,17 @@ class Collected:
         part = self.parts(fqn).get(box)
         if part is None:
             raise InternalError(f"this rank does not hold {fqn}{box}")
-        return local_of(self.tensors[fqn])[part.where]
+        local = local_of(self.tensors[fqn])
+        return local if local.shape == box.sizes else local[part.where]
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """What this rank holds."""
+        known = self._layout
+        if known is None or (known.rank, known.world) != (rank, world_size):
+            known = self._layout = self._declare(rank, world_size)
+        return known
+
+    def _declare(self, rank: int, world_size: int) -> RankLayout:
         metas = [
             TensorMeta(
                 fqn, DTYPES[tensor.dtype], global_shape(tensor), box, cuts_of(tensor, list(self.parts(fqn)))
