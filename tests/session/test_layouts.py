@@ -17,6 +17,7 @@ from tests.session.test_jobs import events
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 JOB = str(Path(__file__).with_name("layout_job.py"))
 RANKS = 3
+HALF_KNOWN = (4, 9)
 
 
 def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> str:
@@ -64,15 +65,22 @@ def test_each_step_is_saved_whatever_comes_where(
     assert len(steps) > STEPS / 2 and steps[-1] == STEPS, "one that finds the one before in flight is put off"
 
 
-@pytest.mark.parametrize("step", [4, 9])
-def test_each_rank_gets_back_what_it_held(tmp_path: Path, calm: Callable[..., list[str]], step: int) -> None:
-    """A checkpoint of a moment at which some ranks have what others lack."""
-    run(tmp_path, "--save", str(step - 1))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of moments at which some ranks have what others lack."""
+    where = tmp_path_factory.mktemp("saved")
+    run(where, *(word for step in HALF_KNOWN for word in ("--save", str(step - 1))))
+    return where / "ckpt"
+
+
+@pytest.mark.parametrize("step", HALF_KNOWN)
+def test_each_rank_gets_back_what_it_held(
+    tmp_path: Path, calm: Callable[..., list[str]], saved: Path, step: int
+) -> None:
+    shutil.copytree(saved, tmp_path / "ckpt")
     for v in Root(tmp_path / "ckpt").list():
         if v.step != step:
             shutil.rmtree(str(v.path))
-    for path in (tmp_path / "result").iterdir():
-        path.unlink()
     run(tmp_path)
     opened = sorted(path.name for path in (tmp_path / "result").glob("opened-*"))
     assert opened == [f"opened-{rank}-{step}" for rank in range(RANKS)]
