@@ -35,6 +35,14 @@ class Collected(Protocol):
         """The boxes that this rank holds."""
 
 
+@runtime_checkable
+class CountsWrites(Protocol):
+    """What a :class:`Collected` may also be: one that tells cheaply whether its tensors were written."""
+
+    def writes(self) -> tuple[int, ...]:
+        """Other numbers when a tensor was written since, in the order of the tensors."""
+
+
 class Restore(Protocol):
     """A load under way."""
 

@@ -129,11 +129,18 @@ class Loops:
         until: int | None,
         left: Callable[[], bool],
         make: Callable[[int], Step],
+        back: Callable[[], None],
     ) -> Iterator[Step]:
-        """The next loop: ``left`` says that it ends before ``until``, ``make`` makes a step of this number."""
+        """The next loop.
+
+        Args:
+            left: it ends before ``until``.
+            make: makes a step of this number.
+            back: the script is back from behind the block of a step.
+        """
         loop = self._count
         self._count += 1
-        return self._run(loop, loader, epochs, until, left, make)
+        return self._run(loop, loader, epochs, until, left, make, back)
 
     def _run(
         self,
@@ -143,6 +150,7 @@ class Loops:
         until: int | None,
         left: Callable[[], bool],
         make: Callable[[int], Step],
+        back: Callable[[], None],
     ) -> Iterator[Step]:
         saved_loop = self.place["loop"]
         if saved_loop > loop:
@@ -168,13 +176,15 @@ class Loops:
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
         end, begun_at = self._bound[1], self._rank.step
+        self._rank.stand("")
         try:
-            yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make)
+            yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make, back)
             nothing = saved_loop == loop and self._rank.step == begun_at and not left()
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
         finally:
             self._between.enter()
+            self._rank.stand("loop")
             self._rank.rewind = -1
             self._feed = None
             if feed is not None:
@@ -242,7 +252,9 @@ class Loops:
             way,
         )
 
-    def _each(self, over: Callable[[], bool], make: Callable[[int], Step]) -> Iterator[Step]:
+    def _each(
+        self, over: Callable[[], bool], make: Callable[[int], Step], back: Callable[[], None]
+    ) -> Iterator[Step]:
         while True:
             if over() or not self._draw():
                 if self._rank.leave_loop():
@@ -262,6 +274,8 @@ class Loops:
                     f"step {step.number} was not entered",
                     hint="for step in s.steps(...): with step as batch: ...",
                 )
+            if step.committed:
+                back()
 
     def _draw(self) -> bool:
         """Have the batches of this step at hand, one for each rank whose work this one does; False at the end."""

@@ -11,7 +11,8 @@ it can afford it (``core/vote.py``); all keep when all can.
 
 Invariants:
 1. All ranks keep the same steps.
-2. READY(s) of a step that is kept is shown only when its state is there.
+2. READY(s) of a step that is kept is shown only when its state is there. What the script does behind the block of it is
+   a part of this state as soon as the script is back (``behind.py``).
 3. A lack of shared memory ends the tier, with a warning, and never the training.
 """
 
@@ -22,10 +23,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.adapters.base import Adapter, Collected
+from holdfast.adapters.base import Adapter, Collected, CountsWrites
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
@@ -33,7 +35,7 @@ from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES
-from holdfast.store.memory import SLOTS, Kept, Slots, open_kept
+from holdfast.store.memory import SLOTS, Kept, Slots, open_kept, was_amended
 from holdfast.store.values import decode_mapping, encode_values
 from holdfast.wording import plural
 
@@ -44,6 +46,13 @@ SHARE = 0.005
 """Of the time, for copies into memory, where no interval was given."""
 
 Values = Callable[[Collected, int], Mapping[str, object]]
+
+
+class Stamp(NamedTuple):
+    """Another one when the state has changed."""
+
+    values: bytes  # the plain ones, as they are kept
+    writes: tuple[int, ...]
 
 
 class Tier:
@@ -83,6 +92,7 @@ class Tier:
         self._values = values
         self._locals = locals_
         self._slots: Slots | None = None
+        self._stamped: Stamp | None = None  # of what was kept when the last block ended
         self.know_rank()
 
     def know_rank(self) -> None:
@@ -119,13 +129,28 @@ class Tier:
         client = self._rank.client
         if self._pull is None or client is None:
             return True
-        return client.page[Word.ARRIVED] == max(self.steps(), default=-1) + 1
+        return client.page[Word.ARRIVED] > max(self.steps(), default=-1)
 
     def committing(self, step: int, agreed: bool) -> None:
         """The block before ``step`` has ended and is about to be shown as committed; ``agreed``: all can afford it."""
         by_number = self._every > 0 and self._pull is None  # needs no vote
         if step % self._every == 0 if by_number else agreed:
-            self._keep(step)
+            self._stamped = self._keep(step)
+
+    def amend(self, step: int) -> None:
+        """The script is back from behind the block before ``step``: what it changed there belongs to this state."""
+        kept, self._stamped = self._stamped, None
+        if kept is None:
+            return
+        began_s = time.monotonic()
+        same = kept == self._stamp(self._adapter.collect(), step)
+        self._cost_s += time.monotonic() - began_s
+        if not same:
+            self._keep(step, amended=True)
+
+    def _stamp(self, collected: Collected, step: int) -> Stamp:
+        values = encode_values(dict(self._values(collected, step)))
+        return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())
 
     def _look(self) -> None:
         """The layouts of all ranks have come, or are newer: is there a box with one holder?"""
@@ -155,26 +180,30 @@ class Tier:
                 cost_of_a_loss(self._alone, own, self._every),
             )
 
-    def _keep(self, step: int) -> None:
+    def _keep(self, step: int, *, amended: bool = False) -> Stamp | None:
         assert self._slots is not None
         began_s = time.monotonic()
+        stamp: Stamp | None
         try:
             collected = self._adapter.collect()
+            stamp = self._stamp(collected, step)
             self._slots.keep(
                 step,
                 collected,
                 collected.layout(self._adapter.rank, self._adapter.world_size),
-                encode_values(dict(self._values(collected, step))),
+                stamp.values,
                 encode_values(dict(self._locals()), "locals"),
+                amended=amended,
             )
         except StateError as error:
             log.warning("holdfast: no state is kept in memory any more: %s", error)
-            self._every = 0
+            self._every, stamp = 0, None
             self._slots.remove()
         self._kept_s = time.monotonic()
         self._copies += 1
         if self._copies > SLOTS:  # the first ones also pay for the memory
             self._cost_s = self._kept_s - began_s
+        return stamp
 
     def verify(self, step: int) -> None:
         """Raises: CheckpointInvalid when the state of ``step`` is not there or damaged; then it is dropped."""
@@ -191,6 +220,7 @@ class Tier:
         with self._open(step) as kept:
             if kept.world != self._adapter.world_size:
                 raise CheckpointInvalid(f"{kept.path.name} is of a job of {plural(kept.world, 'rank')}")
+            self._require_whole(kept)
             values = decode_mapping(kept.values, "values in memory")
             restore = self._adapter.restore(kept.catalogue(), values)
             for meta, data in restore.buffers():
@@ -200,6 +230,19 @@ class Tier:
                     )
             restore.finish()
             return Resumed(kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory"))
+
+    def _require_whole(self, kept: Kept) -> None:
+        """The rank may have been lost behind the block, before it could amend its state as the others did.
+
+        Raises: CheckpointInvalid; then the state is dropped, and all go back further.
+        """
+        assert self._directory is not None and self._slots is not None
+        others = set(range(kept.world)) - {self._adapter.rank}
+        if not kept.amended and any(was_amended(self._directory, rank, kept.step) for rank in sorted(others)):
+            self._slots.forget(kept.step)
+            raise CheckpointInvalid(
+                f"{kept.path.name}, step {kept.step}: lacks what the script does behind the block"
+            )
 
     def _open(self, step: int) -> AbstractContextManager[Kept]:
         if self._directory is None:

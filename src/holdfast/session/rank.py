@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
@@ -31,7 +31,6 @@ from holdfast.core.messages import (
     Finished,
     JoinAsked,
     Joined,
-    LayoutPublished,
     RankState,
     Receive,
     Release,
@@ -56,15 +55,11 @@ TEXT_LENGTH_MAX = 1000
 class Calls(NamedTuple):
     """Into the session."""
 
-    settle: Callable[[Settle], None] = lambda settle: (
-        None
-    )  # client thread: a decision, after the machine took it
+    settle: Callable[[Settle], None] = lambda settle: None  # client thread: the machine took a decision
     resume: Callable[[], None] = lambda: None  # client thread: the job goes on in place
     rewind: Callable[[int], None] = lambda step: None  # main thread: go back to the kept state of this step
     kept: Callable[[], tuple[int, ...]] = tuple  # steps of which the memory tier has this rank's state
-    joined: Callable[[int], object] = lambda step: (
-        None
-    )  # main thread of a newcomer: time until all go on at this step
+    joined: Callable[[int], object] = lambda step: None  # main thread of a newcomer: it waits for this step
 
 
 class Rank:
@@ -77,6 +72,7 @@ class Rank:
     Attributes:
         goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
+        behind: where the script is that may change the state, behind a block or a loop (``behind.py``).
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
@@ -91,6 +87,7 @@ class Rank:
         self.away = False
         self.rewind = -1
         self.goes_back = False
+        self.behind: Literal["", "block", "loop"] = ""
         self._out = False  # the main thread is in the script, between a step of the loop and its block
         self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
@@ -223,6 +220,17 @@ class Rank:
                 rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
             )
         )
+
+    def stand(self, behind: Literal["", "block", "loop"]) -> None:
+        """The main thread is behind a block or a loop now, or back at the boundary."""
+        with self.changed:
+            self.behind = behind
+            self.changed.notify_all()
+
+    def stray(self) -> None:
+        """The script does not come back to its loop: tell so, for a decision without it. Call with the lock held."""
+        self.away = True
+        self._answer()
 
     # ------------------------------------------------------------------ client thread
 
@@ -562,19 +570,6 @@ class Rank:
         )
         self._await_release()
         return True
-
-    def publish(self, version: Version, layout: Layout) -> None:
-        """Tell the controller what this rank holds."""
-        if self.client is not None:
-            self.client.send(
-                LayoutPublished(
-                    member_id=self.member_id,
-                    generation=self.machine.generation,
-                    rank=self._adapter.rank,
-                    version=version,
-                    layout=layout,
-                )
-            )
 
     def await_catalogue(self, version: Version, timeout_s: float) -> None:
         """Wait for the layouts of all ranks at ``version``, until a fence comes or the time is over."""

@@ -53,6 +53,8 @@ log = logging.getLogger("holdfast")
 
 SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
+SCRIPT_TIMEOUT_S = 10.0
+"""Less than what a survivor has to serve its state (``core/config.py``)."""
 SEAL_POLL_S = 0.02
 SEAL_POLL_MAX_S = 0.32  # many ranks ask one server
 
@@ -172,11 +174,11 @@ class Saver:
         if not self.is_saved:
             return False
         self._background.wait()
-        return self._all_wrote(self._unwritten != self._saved)
+        return self.all_say(self._unwritten != self._saved)
 
-    def _all_wrote(self, written: bool) -> bool:
-        """Whether every rank could write its share of this step. Raises: PeerLost."""
-        ballot = Ballot(step=self._rank.step, between=True, save=not written)
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says so, which they all are asked between the same steps. Raises: PeerLost."""
+        ballot = Ballot(step=self._rank.step, between=True, save=not yes)
         tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
 
@@ -250,12 +252,12 @@ class Saver:
                 root, save_id, catalogue, made, rank, collected, values, own, threads=threads
             )
         except HoldfastError:
-            self._all_wrote(False)  # the others wait for this share, and are at theirs no more
+            self.all_say(False)  # the others wait for this share, and are at theirs no more
             self._abandon(save_id)
             raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
-        if not self._all_wrote(True):
+        if not self.all_say(True):
             raise StoreWriteError(
                 f"step {save_id.step}: another rank could not write its share", hint="its log says why"
             )
@@ -421,7 +423,24 @@ class Saver:
                         f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s"
                     )
                 rank.changed.wait(POLL_S)
+            self._await_script(settle)
             return rank.state == "aborted"
+
+    def _await_script(self, settle: Settle) -> None:
+        """The script may be behind the block, or the loop, of the step: what it does there is a part of the state."""
+        rank, deadline_s = self._rank, time.monotonic() + SCRIPT_TIMEOUT_S
+        while rank.behind and not rank.away and rank.machine.fenced == settle.generation:
+            if time.monotonic() > deadline_s:
+                if rank.behind == "block":
+                    log.warning(
+                        "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
+                        "do not do it again; what takes long belongs before a block, or behind the loop",
+                        rank.step - 1,
+                        SCRIPT_TIMEOUT_S,
+                    )
+                    rank.stray()
+                return
+            rank.changed.wait(POLL_S)
 
     def _gasp(
         self,

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
-from holdfast.core.messages import ExitAgreed, Leave, SessionOpened
+from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import (
@@ -32,6 +32,7 @@ from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.failing import show, tell
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
+from holdfast.session.behind import Behind
 from holdfast.session.between import Between
 from holdfast.session.bound import before_of
 from holdfast.session.common import Common
@@ -57,7 +58,6 @@ from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
-EXIT_LINE = "Graceful exit is triggered, stop training"
 STAY_S = 90.0
 """A process whose script has raised waits this long for a word; a last-gasp has 60 s, a new controller a few."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
@@ -75,7 +75,6 @@ class Session:
         self.state = extras
         self._make_adapter = adapter
         self._settings = settings
-        self._exit_agreed = self._exit_sealed = False
         self._resumed: Resumed | None = None
         self._spare: StandIn | None = None
         self._rehearsing = self._attached = self._entered = False
@@ -120,6 +119,7 @@ class Session:
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
             watched=client is not None and not library,
         )  # fmt: skip
+        self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
         self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
         self._common = Common(self._adapter, client)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
@@ -282,6 +282,7 @@ class Session:
         log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
         found = self._tier.load(step)
         self._verifier.forget()
+        self._behind.forget()
         self._loops.go_back(found.session, found.local)
         self._tier.start(step)
         self._pace.start(step)
@@ -316,7 +317,7 @@ class Session:
     def exiting(self) -> bool:
         """All ranks have agreed to leave: no step follows."""
         self._asked()
-        return self._exit_agreed
+        return self._behind.exit_agreed
 
     def _asked(self) -> None:
         """A question whose answer only the job knows: a spare waits until it belongs to it."""
@@ -412,7 +413,12 @@ class Session:
             )
         passes = epochs if until is not None or epochs is not None else 1
         loop = self._loops.run(
-            loader, passes, until, lambda: self._exit_agreed, lambda n: Step(self._blocks, n)
+            loader,
+            passes,
+            until,
+            lambda: self._behind.exit_agreed,
+            lambda n: Step(self._blocks, n),
+            self._behind.come_back,
         )
         return loop if self._spare is None else self._after_rehearsal(loader, loop)
 
@@ -476,33 +482,16 @@ class Session:
         with self._reading(following):
             self._votes.tell()
             self._tier.committing(following, tally.keep)
+        self._rank.stand("block")
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
         """A step is committed: save what was asked for, leave when all agreed to."""
-        rank = self._rank
         self._common.committed()
-        if rank.fenced:
-            return  # what the vote said of saving and leaving is asked again after the recovery
-        if tally.exit:
-            self._agree_exit()
-        elif kind := self._pace.agreed(tally, rank.step):
-            self._saver.save(kind, wait=False)
-
-    def _agree_exit(self) -> None:
-        rank = self._rank
-        print(EXIT_LINE, flush=True)  # noqa: T201
-        if self._client is not None:
-            self._client.send(
-                ExitAgreed(member_id=rank.member_id, generation=rank.machine.generation, step=rank.step)
-            )
-        self._exit_agreed = True
-        try:
-            self._exit_sealed = self._saver.save("exit", wait=True)
-        except StoreWriteError:
-            self._exit_sealed = False  # logged and reported; the exit code says it
-        if rank.fenced:
-            self._exit_agreed = False
+        if (
+            not self._rank.fenced
+        ):  # else what the vote said of saving and leaving is asked again after the recovery
+            self._behind.committed(tally)
 
     def _values(self, collected: Collected, step: int) -> dict[str, object]:
         session = {
@@ -543,10 +532,10 @@ class Session:
                 self._watch.stop()
             self._adapter.detach()
             self._saver.close()
-        if error is None and self._exit_agreed:
+        if error is None and self._behind.exit_agreed:
             if self._rank.orphaned:
                 raise SystemExit(int(Exit.ORPHANED))
-            raise SystemExit(int(Exit.REQUEUE if self._exit_sealed else Exit.UNSAVED))
+            raise SystemExit(int(Exit.REQUEUE if self._behind.exit_sealed else Exit.UNSAVED))
 
     def _fall(self, error: Exception) -> None:
         """An exception leaves the session: what can be kept of the last committed step is kept."""
@@ -577,14 +566,15 @@ class Session:
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
         rank, saver = self._rank, self._saver
-        sealed = self._exit_sealed
+        self._behind.come_back()
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
+        sealed = self._behind.exit_sealed
         while True:
             if rank.joining:
                 rank.join()
             if rank.fenced:
                 rank.await_resume()
-            if not self._exit_agreed and rank.step:
+            if not self._behind.exit_agreed and rank.step:
                 if not saver.verify():
                     continue
                 try:
@@ -594,5 +584,5 @@ class Session:
                 except PeerLost:
                     rank.await_fence()
                     continue
-            if rank.finish("exit" if self._exit_agreed else "done", sealed):
+            if rank.finish("exit" if self._behind.exit_agreed else "done", sealed):
                 return

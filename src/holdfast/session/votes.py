@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from holdfast.adapters.base import Adapter, Collected
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.layouts import Layout
-from holdfast.core.messages import Catalogued, Receive
+from holdfast.core.messages import Catalogued, LayoutPublished, Receive
 from holdfast.core.told import Telling, Told
 from holdfast.core.vote import Ballot, Tally
 from holdfast.session.rank import Rank
@@ -80,8 +80,18 @@ class Votes:
         self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
     def _send(self, telling: Telling | None) -> None:
-        if telling is not None:
-            self._rank.publish(telling.version, telling.layout)
+        """Tell the controller what this rank holds."""
+        rank = self._rank
+        if telling is not None and rank.client is not None:
+            rank.client.send(
+                LayoutPublished(
+                    member_id=rank.member_id,
+                    generation=rank.machine.generation,
+                    rank=self._adapter.rank,
+                    version=telling.version,
+                    layout=telling.layout,
+                )
+            )
 
     def await_catalogue(self) -> None:
         """The last vote said that all tell their layouts: wait for them, not for ever."""

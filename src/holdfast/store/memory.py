@@ -49,7 +49,10 @@ class KeptBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """All that a slot holds: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON."""
+    """All that a slot holds: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
+
+    ``amended``: with what the script has changed behind the block of the step before.
+    """
 
     step: int
     rank: int
@@ -57,6 +60,7 @@ class Description(msgspec.Struct, frozen=True):
     boxes: tuple[KeptBox, ...]
     values: bytes
     local: bytes
+    amended: bool = False
 
 
 class Kept:
@@ -68,6 +72,7 @@ class Kept:
         self.values = description.values
         self.local = description.local
         self.world = description.world
+        self.amended = description.amended
         self._rank = description.rank
         self._data = data
         self._boxes = {(box.meta.fqn, box.meta.box): box for box in description.boxes}
@@ -118,14 +123,23 @@ class Slots:
         """Steps whose states are there, ascending."""
         return tuple(sorted(step for path in self._paths if (step := marked_step(path)) is not None))
 
-    def keep(self, step: int, source: TensorSource, layout: RankLayout, values: bytes, local: bytes) -> int:
+    def keep(
+        self,
+        step: int,
+        source: TensorSource,
+        layout: RankLayout,
+        values: bytes,
+        local: bytes,
+        *,
+        amended: bool = False,
+    ) -> int:
         """Copy the state after ``step`` updates in place of the older one; returns its size in bytes.
 
         Raises:
             StateError: shared memory is full.
         """
         boxes, end = _places(layout)
-        draft = Description(step, self._rank, layout.world, boxes, values, local)
+        draft = Description(step, self._rank, layout.world, boxes, values, local, amended)
         memory = self._emptied(end + len(msgspec.msgpack.encode(draft)), step)
         kept = _copy_all(source, boxes, memory)
         description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
@@ -144,6 +158,12 @@ class Slots:
         """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
         for path in self._paths:
             if marked_step(path) not in (None, step):
+                drop(path)
+
+    def forget(self, step: int) -> None:
+        """Drop the state of ``step``."""
+        for path in self._paths:
+            if marked_step(path) == step:
                 drop(path)
 
     def remove(self) -> None:
@@ -255,6 +275,15 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
         kept = _read(path, data)
         kept.verify()
         yield kept
+
+
+def was_amended(directory: Path, rank: int, step: int) -> bool:
+    """The state of ``rank`` after ``step`` updates is there, and amended; its boxes are not verified."""
+    with contextlib.suppress(CheckpointInvalid):
+        path = _slot_with(directory, rank, step)
+        with _Mapped(path) as data:
+            return _read(path, data).amended
+    return False
 
 
 def marked_step(path: Path) -> int | None:

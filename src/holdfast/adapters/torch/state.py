@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -155,6 +156,16 @@ class Collected:
             raise InternalError(f"this rank does not hold {fqn}{box}")
         local = local_of(self.tensors[fqn])
         return local if local.shape == box.sizes else local[part.where]
+
+    def writes(self) -> tuple[int, ...]:
+        """torch's count of writes; of the user's own state a digest, as averages are often written past that count."""
+        counts: list[int] = []
+        for fqn, tensor in self.tensors.items():
+            if fqn.startswith("state.") or tensor.is_inference():
+                counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
+            else:
+                counts.append(getattr(tensor, "_local_tensor", tensor)._version)
+        return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """What this rank holds."""

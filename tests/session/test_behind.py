@@ -1,0 +1,83 @@
+"""What a script does behind a block belongs to the step: bit for bit the undisturbed run, whoever comes in later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+JOB = str(Path(__file__).with_name("behind_job.py"))
+Calm = Callable[..., list[str]]
+
+
+def run(where: Path, *arguments: str) -> tuple[int, str, list[str]]:
+    """Exit code, output, and what each of two workers told."""
+    where.mkdir(exist_ok=True)
+    done = run_job(where, 2, JOB, *arguments, "--result", "result")
+    return done.returncode, done.stdout, [json.loads(p.read_text()) for p in sorted(where.glob("result/*"))]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """What the undisturbed run ends with."""
+    known: dict[tuple[str, ...], list[str]] = {}
+
+    def told(*arguments: str) -> list[str]:
+        if arguments not in known:
+            code, output, known[arguments] = run(tmp_path_factory.mktemp("calm"), *arguments)
+            assert code == 0, output
+        return known[arguments]
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kill"),
+    [
+        ((), "1:7:behind"),
+        ((), "0:7:end"),
+        (("--layout", "fsdp"), "1:7:behind"),
+        (("--layout", "fsdp"), "0:8:mid"),
+        (("--layout", "fsdp"), "1:9:mid"),
+        (("--loops",), "1:8:behind"),
+    ],
+)
+def test_a_kill_leaves_the_bits_as_they_are(
+    tmp_path: Path, calm: Calm, arguments: tuple[str, ...], kill: str
+) -> None:
+    code, output, told = run(tmp_path / "job", *arguments, "--kill", kill)
+    assert code == 0 and (tmp_path / "job/struck").exists(), output
+    assert told == calm(*arguments), output
+    assert "wrong copy" not in output, output
+    if "fsdp" not in arguments:
+        assert ", 0 steps lost" in output, output
+
+
+def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path, calm: Calm) -> None:
+    code, output, _ = run(tmp_path, "--checkpoint", "first", "--pause-s", "1")  # the disk has time
+    assert code == 0, output
+    code, output, told = run(tmp_path, "--resume", "first@8", "--checkpoint", "second")
+    assert code == 0 and "resumed at step 8" in output, output
+    assert told == calm(), output
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> None:
+    code, output, told = run(tmp_path, "--layout", layout, "--kill", "0:7:term")
+    assert code == 75 and not told, output
+    code, output, told = run(tmp_path, "--layout", layout)
+    assert code == 0 and "resumed at step 8" in output, output
+    assert told == (calm() if layout == "ddp" else calm("--layout", "fsdp")), output
+
+
+def test_a_script_that_does_not_come_back_is_not_waited_for(tmp_path: Path) -> None:
+    """All start again from one state, and it is said what is not done again."""
+    code, output, told = run(tmp_path, "--kill", "1:7:behind", "--pause-s", "3", "--patience-s", "0.2")
+    assert code == 0 and "has been behind the block of step 7 for 0.2 s" in output, output
+    assert len(set(told)) == 1 and "wrong copy" not in output, output
