@@ -16,9 +16,8 @@ import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-from rich.table import Table
 
-from holdfast.cli.console import table_console
+from holdfast.cli.console import print_table
 from holdfast.cli.errors import say
 from holdfast.cli.finite import Finite
 from holdfast.core.ids import STEP_MAX
@@ -27,11 +26,11 @@ from holdfast.store.files import mode_of
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
 from holdfast.store.policy import KeepEvery, KeepFor, KeepNewest, KeepPolicy
-from holdfast.store.reader import load_catalogue, load_values
+from holdfast.store.reader import load_catalogue, load_values, opened
 from holdfast.store.repair import Repaired, repair
 from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
 from holdfast.store.tools import holdings, merge
-from holdfast.store.validity import Validity, inspect
+from holdfast.store.validity import Validity, inspect, judge
 from holdfast.wording import plural
 
 HOLDERS_SHOWN = 10_000
@@ -66,13 +65,15 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
     if as_json:
         _say_json(found)
         return 0
-    table = _table("step", "checkpoint", "state", "kind", "ranks", "size", "remark")
-    for one in found:
-        kind = one.save_id.kind if one.save_id else ""
-        remark = one.reason or "; ".join(one.damage)
-        table.add_row(str(one.step), one.name, _state(one), kind, str(one.world or ""),
-                      _size(one.size_bytes), remark)  # fmt: skip
-    table_console().print(table if found else f"no checkpoint in {root}")
+    if not found:
+        click.echo(f"no checkpoint in {root}")
+        return 0
+    rows = [
+        (str(one.step), one.name, _state(one), one.save_id.kind if one.save_id else "", str(one.world or ""),
+         _size(one.size_bytes), one.reason or "; ".join(one.damage))
+        for one in found
+    ]  # fmt: skip
+    print_table(("step", "checkpoint", "state", "kind", "ranks", "size", "remark"), rows)
     return 0
 
 
@@ -81,9 +82,9 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
     """What CHECKPOINT holds: its save, tensors and values."""
-    with _checkpoint(checkpoint) as path:
-        judged = _valid(path)
-        catalogue, values = load_catalogue(path), load_values(path)
+    with _checkpoint(checkpoint) as path, opened(path) as source:
+        judged = judge(source.directory, source.index)
+        catalogue, values = load_catalogue(source), load_values(source)
     if as_json:
         tensors = {
             t.fqn: {"dtype": t.dtype, "shape": t.shape, "boxes": len(catalogue.boxes(t))}
@@ -91,14 +92,14 @@ def show(checkpoint: str, as_json: bool) -> int:
         }
         _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
         return 0
-    console = table_console()
-    console.print(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
-                  f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
-                  f"values: {', '.join(sorted(values)) or 'none'}", soft_wrap=True)  # fmt: skip
-    table = _table("tensor", "dtype", "shape", "boxes", "size")
-    for t in catalogue.tensors:
-        table.add_row(t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
-    console.print(table)
+    click.echo(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
+               f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
+               f"values: {', '.join(sorted(values)) or 'none'}")  # fmt: skip
+    rows = [
+        (t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
+        for t in catalogue.tensors
+    ]
+    print_table(("tensor", "dtype", "shape", "boxes", "size"), rows)
     return 0
 
 
@@ -153,10 +154,11 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
             before = ","
         click.echo("[]" if before == "[" else "]")
         return 0
-    table = _table("tensor", "dtype", "shape", "box", "ranks")
-    for one in islice(found, HOLDERS_SHOWN):
-        table.add_row(one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
-    table_console().print(table)
+    rows = [
+        (one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
+        for one in islice(found, HOLDERS_SHOWN)
+    ]
+    print_table(("tensor", "dtype", "shape", "box", "ranks"), rows)
     if next(found, None) is not None:
         click.echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0
@@ -200,10 +202,9 @@ def size_bytes(text: str) -> int:
 @json_option
 def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, as_json: bool) -> int:
     """Write the whole tensors of CHECKPOINT as one safetensors file TARGET."""
-    with _checkpoint(checkpoint) as path:
-        total = load_catalogue(path).size_bytes
-        with _progress("merge", total, quiet=as_json) as advance:
-            made = merge(path, target, file_size_bytes_max=max_size_bytes or 0, progress=advance)
+    with _checkpoint(checkpoint) as path, opened(path) as source:
+        with _progress("merge", load_catalogue(source).size_bytes, quiet=as_json) as advance:
+            made = merge(source, target, file_size_bytes_max=max_size_bytes or 0, progress=advance)
     _say_made(made, as_json)
     return 0
 
@@ -229,9 +230,9 @@ def export(
     _needs_torch()
     from holdfast.adapters.torch.exports import export_checkpoint
 
-    with _checkpoint(checkpoint) as path:
-        with _progress("export", load_catalogue(path).size_bytes, quiet=as_json) as advance:
-            made = export_checkpoint(path, target, to, file_size_bytes_max=max_size_bytes, progress=advance)
+    with _checkpoint(checkpoint) as path, opened(path) as source:
+        with _progress("export", load_catalogue(source).size_bytes, quiet=as_json) as advance:
+            made = export_checkpoint(source, target, to, file_size_bytes_max=max_size_bytes, progress=advance)
     _say_made(made, as_json)
     return 0
 
@@ -390,13 +391,6 @@ def _root(text: str) -> Root:
     return Root(place)
 
 
-def _valid(path: Place) -> Validity:
-    judged = inspect(path)
-    if not judged.valid:
-        raise CheckpointInvalid(judged.reason)
-    return judged
-
-
 def _state(judged: Validity) -> str:
     if judged.denied:
         return "unreadable"
@@ -415,10 +409,3 @@ def _size(size_bytes: int) -> str:
 
 def _say_json(value: object) -> None:
     click.echo(msgspec.json.encode(value))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table

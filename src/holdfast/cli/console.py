@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 PLAIN_PERIOD_S = 30.0
 UNWRAPPED_WIDTH = 100_000  # columns of a pipe or a file
+ROWS_FOLDED_MAX = 1000
 NAME = "holdfast: "
 
 
@@ -23,6 +27,26 @@ def table_console() -> Console:
     """For tables and long lines on stdout: nothing is wrapped but on a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=UNWRAPPED_WIDTH)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout. On a terminal a wide cell is folded, but not in thousands of rows: that takes seconds."""
+    console = table_console()
+    if console.is_terminal and len(rows) <= ROWS_FOLDED_MAX:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    lines = (columns, *rows)
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    padded = (
+        [f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    )
+    click.echo("\n".join("  ".join(cells).rstrip() for cells in padded))
 
 
 class Screen:

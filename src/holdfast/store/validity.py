@@ -132,19 +132,22 @@ def inspect(
     try:
         with open_attempt(path) as directory:
             index = read_index(directory)
-            damage = index.damage
-            if deep:
-                damage = (*damage, *check_copies(directory, index))
-                damage = (*damage, *check_contents(directory, index, threads, progress))
-            sealed, broken = _seal(directory, index)
-            damage = (*damage, *broken)
+            if not deep:
+                return judge(directory, index)
+            more = (*check_copies(directory, index), *check_contents(directory, index, threads, progress))
+            return msgspec.structs.replace(judge(directory, index, more), deep=True)
     except CheckpointInvalid as error:
         unfinished, why = isinstance(error, _Unfinished), error.message
         return Validity(str(path), False, why, step, deep=deep, damage=(why,), unfinished=unfinished)
+
+
+def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
+    """The answer for a checkpoint whose index could be read: valid, but for ``more`` damage that copies make up for."""
+    sealed, broken = _seal(directory, index)
     some = next(iter(index.manifests.values()))
     return Validity(
-        str(path), True, "", index.save_id.step, index.save_id, sealed, deep, some.world, some.writers,
-        some.copies, len(index.catalogue.tensors), index.size_bytes, damage,
+        str(directory.path), True, "", index.save_id.step, index.save_id, sealed, False, some.world, some.writers,
+        some.copies, len(index.catalogue.tensors), index.size_bytes, (*index.damage, *more, *broken),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ Progress = Callable[[int], object]
 
 
 def export_checkpoint(
-    path: Place | str | os.PathLike[str],
+    path: Place | str | os.PathLike[str] | Opened,
     target: str | os.PathLike[str],
     to: Form,
     *,
@@ -69,7 +69,7 @@ def export_checkpoint(
     """
     goal = Path(target)
     parent = parent_of_new(goal)
-    with opened(resolve(path)) as source:
+    with opened(path if isinstance(path, Opened) else resolve(path)) as source:
         if to == "hf":
             names = frozenset(weights_of(source))
             return merge(
