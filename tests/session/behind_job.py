@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.3)
     parser.add_argument("--patience-s", type=float, default=saving.SCRIPT_TIMEOUT_S)
     parser.add_argument("--loops", action="store_true")
+    parser.add_argument("--leave", type=int, default=-1)
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--checkpoint", default="ckpt")
     parser.add_argument("--result", type=Path, required=True)
@@ -111,6 +112,8 @@ def main() -> None:
                     job.compute(step.number, x, y)
                 if step.committed and step.last_in_epoch and not given.loops:
                     job.over(step.number)
+                if step.number == given.leave:
+                    break
             if given.loops:
                 job.over(s.step)
     given.result.mkdir(exist_ok=True)

@@ -67,6 +67,18 @@ def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path
     assert told == calm(), output
 
 
+def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Path, calm: Calm) -> None:
+    """What follows the loop is done again by who resumes: it may not be in the save of the step before."""
+    arguments = ("--loops", "--leave", "7")
+    code, output, told = run(tmp_path, *arguments, "--checkpoint", "first", "--pause-s", "1")
+    assert code == 0 and told == calm("--loops"), output
+    names = sorted(path.name[:13] for path in (tmp_path / "first").glob("step-*"))
+    assert names == ["step-00000009", "step-00000016"]
+    code, output, told = run(tmp_path, *arguments, "--resume", "first@9", "--checkpoint", "second")
+    assert code == 0 and "resumed at step 9" in output, output
+    assert told == calm("--loops"), output
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> None:
     code, output, told = run(tmp_path, "--layout", layout, "--kill", "0:7:term")

@@ -59,6 +59,15 @@ class Behind:
     def forget(self) -> None:
         """The job has gone back: what the last vote asked for is asked again."""
         self._tally = None
+        self._tier.pass_by()
+
+    def begin(self) -> None:
+        """The script begins a loop. It may have left the one before from behind a block, with ``break``.
+
+        What it has done since is not of that step: what its vote asked for is asked again by the next one.
+        """
+        if not self.exit_agreed:
+            self.forget()
 
     def come_back(self) -> None:
         """The script asks for the next step, or the session ends."""

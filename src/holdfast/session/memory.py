@@ -148,6 +148,10 @@ class Tier:
         if not same:
             self._keep(step, amended=True)
 
+    def pass_by(self) -> None:
+        """The script does not come back to the boundary of what was kept last."""
+        self._stamped = None
+
     def _stamp(self, collected: Collected, step: int) -> Stamp:
         values = encode_values(dict(self._values(collected, step)))
         return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())

@@ -412,6 +412,7 @@ class Session:
                 hint="s.steps(loader, ...), or start without --shrink-to",
             )
         passes = epochs if until is not None or epochs is not None else 1
+        self._behind.begin()
         loop = self._loops.run(
             loader,
             passes,
