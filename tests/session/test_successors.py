@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 BOUND_S = 120.0
 RANKS = 3
+STEPS = 60
 SCRIPT = """\
 import pathlib, time
 import torch, torch.distributed as dist
@@ -31,7 +32,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 with holdfast.session(model=model, optimizer=optimizer, memory=0) as s:
     for step in s.steps(until=STEPS):
         with step:
-            time.sleep(0.03)
+            time.sleep(0.0 if pathlib.Path("struck").exists() else 0.2)
             model(torch.full((4, 8), 1.0 + step.number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -65,11 +66,14 @@ def check(place: Path) -> None:
 
 
 def train(
-    where: Path, *daemons: str, steps: int = 60, strike: Callable[[RunDir, Run, tuple[str, ...]], None] = kill
+    where: Path, *daemons: str, strike: Callable[[RunDir, Run, tuple[str, ...]], None] = kill
 ) -> list[str]:
-    """What each rank has at the end; these daemons and the worker of rank 1 are struck in the middle."""
+    """What each rank has at the end; these daemons and the worker of rank 1 are struck in the middle.
+
+    The training is slow until then.
+    """
     where.mkdir()
-    (where / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)))
+    (where / "train.py").write_text(SCRIPT.replace("STEPS", str(STEPS)))
     job = subprocess.Popen(
         [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
         cwd=where,
@@ -84,6 +88,7 @@ def train(
             run = Run(directory.path)
             until("the training is under way", lambda: run.committed_step() >= 5)
             strike(directory, run, daemons)
+        (where / "struck").touch()
         said, _ = job.communicate(timeout=BOUND_S)
     finally:
         job.kill()
@@ -102,5 +107,5 @@ def test_what_a_dead_rank_held_is_known_to_its_peers(tmp_path: Path) -> None:
 
 
 def test_workers_that_a_new_controller_has_not_heard_are_waited_for(tmp_path: Path) -> None:
-    train(tmp_path / "it", "controller", "agent", steps=300, strike=freeze)
+    train(tmp_path / "it", "controller", "agent", strike=freeze)
     check(tmp_path / "it")
