@@ -117,6 +117,12 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why:
     assert why in output and advice in output
 
 
+def test_a_script_that_leaves_between_two_steps_has_ended(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path, "leaving")
+    assert code == 0 and "the job ran to its end (step 5, " in output, output
+    assert [path.name.split(".")[0] for path in (tmp_path / "ckpt").iterdir()] == ["step-00000005"], output
+
+
 def test_state_that_is_not_the_same_everywhere_is_told_once(calm: Callable[[str], Calm]) -> None:
     output = calm("owning").output
     assert output.count('state "wrong" is not the same on all ranks') == 1, output

@@ -517,9 +517,10 @@ class Session:
         if self._watch is None and error is not None:
             self._adapter.detach()
             return  # a spare that was not called, or could not take its state: nothing in it is of this job
+        ended = error is None or self._is_end(error)
         try:
             self._asked()
-            if error is None:
+            if ended:
                 try:
                     self._finish()
                 except Exception as late:
@@ -533,10 +534,14 @@ class Session:
                 self._watch.stop()
             self._adapter.detach()
             self._saver.close()
-        if error is None and self._behind.exit_agreed:
+        if ended and self._behind.exit_agreed:
             if self._rank.orphaned:
                 raise SystemExit(int(Exit.ORPHANED))
             raise SystemExit(int(Exit.REQUEUE if self._behind.exit_sealed else Exit.UNSAVED))
+
+    def _is_end(self, error: BaseException) -> bool:
+        """``sys.exit(0)`` between two steps ends a training, as the end of the script does."""
+        return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
     def _fall(self, error: Exception) -> None:
         """An exception leaves the session: what can be kept of the last committed step is kept."""
