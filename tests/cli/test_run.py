@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.launcher import AGENT_STOPPED_S
+from holdfast.exits import Exit
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment
 from tests.runtime.runs import without_torch
@@ -164,3 +165,26 @@ def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
     over = holdfast("exit", "mine")
     assert over.returncode == 3 and "error: run mine is over" in over.stderr
     assert left_behind(tmp_path) == []
+
+
+RAISES = """\
+import os
+from holdfast.core.page import Phase
+from holdfast.runtime.client import Client
+step = 4 + 5 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+Client.current().page.enter(Phase.FORWARD, step)
+raise ValueError(f"bad sample {step % 3}")
+"""
+
+
+def test_an_exception_that_comes_again_and_again_is_told_with_its_steps(
+    tmp_path: Path, holdfast: Run
+) -> None:
+    """Never twice at the same step: the budget ends the run."""
+    (tmp_path / "raises.py").write_text(RAISES)
+    done = holdfast("run", "--run-id", "mine", "--max-restarts", "2", "raises.py")
+    assert done.returncode == Exit.BUDGET, done.stderr
+    again = "the same exception 3 times so far, at the steps 4, 9, 14"
+    assert f"; rank 0: ValueError: bad sample 2: {again}\n" in done.stderr
+    assert again in (tmp_path / "runs/mine/faults/F003.txt").read_text()
+    assert "same exception" not in (tmp_path / "runs/mine/faults/F001.txt").read_text()

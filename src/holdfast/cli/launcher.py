@@ -26,7 +26,7 @@ from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import again, facts, fault_text, first_line
 from holdfast.cli.tail import LogTail
-from holdfast.cli.view import FaultView, RunView, Watch, log_of
+from holdfast.cli.view import FaultView, RunView, Watch, log_of, repeated
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError, UsageError, UserError
 from holdfast.exits import Exit
@@ -382,4 +382,7 @@ def _why(view: RunView, fault: FaultView | None) -> str:
     if not why:
         return ""
     rank = f"rank {fault.rank}" if fault and fault.kind == "exception" and fault.what in view.reason else ""
-    return f": {why}" + (f" ({rank})" if rank and not why.startswith(rank) else "")
+    last = ""
+    if fault and view.code == Exit.BUDGET and (again := repeated(view.faults, fault)):
+        last = f"; rank {fault.rank}: {first_line(fault.what)}: {again}"
+    return f": {why}" + (f" ({rank})" if rank and not why.startswith(rank) else "") + last

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.cli.status import fault_place, named
-from holdfast.cli.view import FaultView, Story, log_of
+from holdfast.cli.view import FaultView, Story, log_of, repeated
 from holdfast.core.fault import SEEN
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
@@ -226,6 +226,8 @@ class Casebook:
         )
         same = [c for c in self._cases if c.fault.rank == fault.rank and c.fault.number <= fault.number]
         found = _advice(case, logs, self._run.path)
+        if again := repeated([c.fault for c in self._cases], fault):
+            found.append(again)
         if len(same) >= OFTEN:
             found.append(
                 f"{len(same)} faults of rank {fault.rank} so far: check its machine {fault.node} and its data"

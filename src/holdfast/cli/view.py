@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from holdfast.core.ids import Generation
 from holdfast.core.page import Phase, Word
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
+from holdfast.runtime.failing import NUMBER
 from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, log_path
@@ -23,6 +24,7 @@ from holdfast.runtime.spawn import log_root
 
 SPEED_WINDOW_S = 10.0
 LOST_AFTER_S = 15.0
+STEPS_SHOWN = 8
 
 State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 
@@ -79,6 +81,15 @@ class FaultView(msgspec.Struct):
     def recovered_s(self) -> float | None:
         """From the fault to the next committed step, None while it has not come."""
         return self.phases.get("resumed")
+
+
+def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
+    """How often and where its exception came up to this fault; empty for the first time. Numbers make it no other."""
+    words = NUMBER.sub("", fault.what)
+    same = [f for f in faults if f.kind == fault.kind == "exception" and NUMBER.sub("", f.what) == words]
+    steps = [str(f.step) for f in same if f.number <= fault.number]
+    shown = ", ".join(steps if len(steps) <= STEPS_SHOWN else ["...", *steps[-STEPS_SHOWN:]])
+    return f"the same exception {len(steps)} times so far, at the steps {shown}" if len(steps) > 1 else ""
 
 
 class RunView(msgspec.Struct):
