@@ -1,7 +1,8 @@
 """A loop over epochs, with a loop over steps in each; what comes after an epoch changes the learning rate.
 
-``python epoch_job.py WAY [RANK:STEP]``. WAY: ``stepping`` (a scheduler's step) or ``plateau`` (a validation that all
-ranks add up decides).
+``python epoch_job.py WAY [RANK:STEP[:changed]]``. WAY: ``stepping`` (a scheduler's step) or ``plateau`` (a validation
+that all ranks add up decides); ``before``: one loop over steps, and the schedule goes on before a block. Killed in the
+block of STEP, or when the learning rate has changed before it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,24 @@ class Job:
         self.model: nn.Module = DistributedDataParallel(net)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
 
-    def struck(self, step: int) -> None:
+    def struck(self, step: int, where: str = "") -> None:
         """SIGKILL, once."""
-        if self._kill == f"{self.rank}:{step}" and not Path("struck").exists():
+        if self._kill == f"{self.rank}:{step}{where}" and not Path("struck").exists():
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def changed(self, step: int) -> None:
+        """The learning rate has: all meet."""
+        self.struck(step, ":changed")
+        dist.barrier()
+
+    def learn(self, step: holdfast.Step) -> None:
+        """Its block."""
+        with step as (x, y):
+            self.loss(x, y).backward()
+            self.struck(step.number)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         """Of a batch."""
@@ -70,16 +84,20 @@ def main(way: str, kill: str) -> None:
     loader = DataLoader(TensorDataset(job.x, job.y), 4, sampler=sampler)
     arguments = {"model": job.model, "optimizer": job.optimizer, "scheduler": scheduler}
     with holdfast.session(**arguments, checkpoint="ckpt", state={"history": history}) as s:
-        for epoch in range(EPOCHS):
+        if way == "before":
+            for step in s.steps(loader, epochs=EPOCHS):
+                if step.number and step.number % EPOCH_STEPS == 0 and not step.again:
+                    history.append(float(step.number))
+                    scheduler.step()
+                    job.changed(step.number)
+                job.learn(step)
+        for epoch in () if way == "before" else range(EPOCHS):
             sampler.set_epoch(epoch)
             for step in s.steps(loader, epochs=1):
-                with step as (x, y):
-                    job.loss(x, y).backward()
-                    job.struck(step.number)
-                    job.optimizer.step()
-                    job.optimizer.zero_grad()
+                job.learn(step)
             history.append(job.validate() if way == "plateau" else float(epoch))
             scheduler.step(*history[-1:] if way == "plateau" else ())
+            job.changed(s.step)
         total = xxhash.xxh3_128()
         for tensor in job.model.state_dict().values():
             total.update(tensor.numpy().tobytes())

@@ -51,6 +51,22 @@ def test_a_scheduler_steps_once_after_each_epoch(
     assert "1 fault," in output, output
 
 
+@pytest.mark.parametrize(
+    ("way", "kill", "flags"),
+    [
+        ("stepping", "1:6:changed", ()),
+        ("before", "0:6:changed", ()),
+        ("before", "1:6", ("--on-fault", "restart")),  # in the block that follows
+    ],
+)
+def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
+    tmp_path: Path, calm: Calm, way: str, kill: str, flags: tuple[str, ...]
+) -> None:
+    told, output = ends(tmp_path / "job", *flags, JOB, way, kill)
+    assert told == calm(way), output
+    assert "restart last gasp" in output and "1 fault," in output, output
+
+
 @pytest.mark.parametrize("kill", ["1:7", "0:6"])
 def test_a_validation_of_all_ranks_is_never_made_by_a_newcomer_alone(
     tmp_path: Path, calm: Calm, kill: str

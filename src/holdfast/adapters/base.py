@@ -140,7 +140,8 @@ class Adapter(Protocol):
         """The state now, or (``frozen``) at the start of the current step. Callable from any thread.
 
         Args:
-            before: the user's own state as it was when the script was first given this step, where that is known.
+            before: learning rates, schedules and the user's own state as they were when the script was first given this
+                step, or when the loop before it was over, where that is known.
         """
 
     def state_size(self) -> int:
@@ -156,8 +157,11 @@ class Adapter(Protocol):
     def between(self, step: int, part: int, *, again: bool) -> None:
         """Seed the generators for what the script draws before it enters the block of this step.
 
-        Unless ``again``, what it does there may change the user's own state.
+        Unless ``again``, what it does there may change learning rates and the user's own state.
         """
+
+    def remember(self, step: int) -> None:
+        """A loop is over: what the script does now, before ``step``, may change the same."""
 
     def begin(self, step: int) -> None:
         """Seed the generators and copy what forward changes."""

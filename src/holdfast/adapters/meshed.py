@@ -91,6 +91,9 @@ class Meshed:
         """Seed Python and NumPy."""
         self._reseed(BETWEEN + step)
 
+    def remember(self, step: int) -> None:
+        """Nothing: these collect the state as it is."""
+
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""
         return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]

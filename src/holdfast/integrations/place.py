@@ -22,7 +22,6 @@ from torch import Tensor
 
 from holdfast.adapters.torch.data import Source, make_source
 from holdfast.integrations.calls import is_newcomer
-from holdfast.integrations.schedules import schedule_of, take_back
 
 SMALL = "small tensor"
 SMALL_NUMEL = 64
@@ -45,8 +44,6 @@ def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
         "metrics": dict(trainer.callback_metrics),
         "arrived": arrived,
     }
-    if not arrived and (by_score := _by_score(trainer)):
-        place["schedule"] = schedule_of(by_score, trainer.optimizers[0])
     made: dict[str, Any] = _plain(place)
     return made
 
@@ -59,18 +56,12 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
     else:
         trainer.fit_loop.load_state_dict(_before_last_batch(place["loops"]))
         _skip_next_batch(trainer, place["loops"])
-        if "schedule" in place:
-            take_back(place["schedule"], _by_score(trainer), trainer.optimizers[0])
     trainer._logger_connector._callback_metrics.update(place.get("metrics", {}))
     for callback in trainer.callbacks:
         if callback.state_key in place["callbacks"]:
             callback.load_state_dict(place["callbacks"][callback.state_key])
         for name, value in place.get("savers", {}).get(callback.state_key, {}).items():
             setattr(callback, name, value)
-
-
-def _by_score(trainer: pl.Trainer) -> list[Any]:
-    return [config.scheduler for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
 
 
 def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:

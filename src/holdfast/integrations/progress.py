@@ -14,7 +14,6 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from holdfast.integrations.calls import is_newcomer
-from holdfast.integrations.schedules import schedule_of, take_back
 
 # Of TrainerState what is the training's, not this run's or this process's.
 OF_TRAINING = "epoch global_step num_input_tokens_seen total_flos".split()
@@ -79,11 +78,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         """The part ``after`` of a position; ``norm``: of the gradients, to be logged."""
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
-        logged: dict[str, Any] = {}
-        if due:
-            logged = {"norm": None if norm is None else float(norm), "rate": self._rate}
-        if "should_evaluate" in due:  # its score may decide on the rate
-            logged["schedule"] = schedule_of([self._trainer.lr_scheduler], self._trainer.optimizer)
+        logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}
         return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
 
     def follow(self) -> bool:
@@ -113,8 +108,6 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         state, control = trainer.state, trainer.control
         done = max(0, state.global_step - epoch * whole)
         if after["due"] and not self._is_newcomer:
-            if "schedule" in after:
-                take_back(after["schedule"], [trainer.lr_scheduler], trainer.optimizer)
             vars(control).update(dict.fromkeys(after["due"], True))
             trainer._maybe_log_save_evaluate(
                 trainer._tr_loss, after.get("norm"), kwargs["model"], kwargs["trial"], epoch,

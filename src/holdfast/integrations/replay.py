@@ -44,7 +44,7 @@ class Replay:
         self._session = session
         self.own = session.own
         self._calls = Calls(session.steps(until=sys.maxsize))
-        session.framework_begins()
+        session.framework_stands()
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +96,8 @@ class Replay:
         """What all ranks did since the step ended is a part of its position, too: a newcomer begins after it."""
         self._committed = (self._committed[0], position)
         self.position = position
+        if self._session is not None:
+            self._session.framework_stands()
 
     def close(self, error: BaseException | None) -> None:
         """Close the session, by the end of training or by the ``error`` that ends it; nothing when it is closed.

@@ -6,7 +6,8 @@ saved one seeks. When the job goes back in place, the loop that is open does the
 
 What the script does between two loops (a scheduler's step after an epoch) it does again, too, but that is in the
 state already: learning rates, schedulers, buffers and the user's state are put back when the saved loop opens, as after
-a block that does not count.
+a block that does not count. When all start again from between two loops, or from a step before which the script did
+something, it is done again: what is saved then are copies of before (``Adapter.remember``).
 Where a loop ends may be counted from where the process stands (``until=s.step + N``): the place says where the loop
 began and ends, and who comes later into it takes the job's end.
 
@@ -15,7 +16,7 @@ Invariants:
 2. A loop is left only when no recovery is under way, or when it could not go back anyway.
 3. What a script does before the block of a step is done by all ranks for the same state: a rank that has begun the
    block says so among its local values, and whoever replaces it alone does not do it again. When all start again, or go
-   back to an earlier step, all do it again; the user's own state is that of before.
+   back to an earlier step, all do it again; learning rates, schedulers and the user's own state are those of before.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ class Loops:
             nothing = saved_loop == loop and self._rank.step == begun_at and not left()
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
+            self._adapter.remember(self._rank.step)
         finally:
             self._between.enter()
             self._rank.stand("loop")

@@ -98,9 +98,8 @@ class Session:
         client = self._client
         run = run_of(client, library)
         self._lineage = Lineage(run.saves_as)
-        self.root = (
-            absolute(os.environ[ROOT_VARIABLE]) if ROOT_VARIABLE in os.environ else settings.checkpoint
-        )
+        root = os.environ.get(ROOT_VARIABLE)
+        self.root = settings.checkpoint if root is None else absolute(root)
         if self.root is None:
             self.root = run.checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -437,9 +436,10 @@ class Session:
                 feed.close()
         yield from loop
 
-    def framework_begins(self) -> None:
-        """The loop is another library's: what it communicates before its first block is to set itself up."""
+    def framework_stands(self) -> None:
+        """The loop is another library's: what it has done before its next block, setting itself up first, is done."""
         self._between.leave()
+        self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
         """The job went back while ``step`` was about to begin: it becomes the step where the job is now."""

@@ -107,9 +107,9 @@ def main() -> None:
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
     schedule: dict[str, Any] = {}
-    if given.plateau:  # it halves where a score is not better than the one before
+    if given.plateau:  # it halves with each loss that is not greater than the one before
         schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
-        schedule["lr_scheduler_kwargs"] = {"patience": 0, "factor": 0.5}
+        schedule["lr_scheduler_kwargs"] = {"mode": "max", "patience": 0, "factor": 0.5}
     args = TrainingArguments(
         output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,

@@ -105,15 +105,14 @@ def test_a_save_that_a_kill_cuts_off_is_done_again(
     assert saved[0] == saved[1]
 
 
-@pytest.mark.parametrize(("where", "kill"), [("save", "0@1"), ("evaluation", "1@6")])
+@pytest.mark.parametrize(("where", "kill"), [("save", "0@1"), ("step", "0@7")])
 def test_a_score_that_decides_on_the_learning_rate_counts_once(tmp_path: Path, where: str, kill: str) -> None:
-    """Killed when the evaluation has changed it, and before that."""
+    """Killed when it has decided and the evaluation is still told as due, and when it is told as done."""
     given = ("--output", "out", "--evaluate", "steps", "--save", "--plateau")
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain", ranks=2)
     assert code == 0, output
-    code, output = run(
-        tmp_path, ["holdfast", "run"], JOB, *given, "--kill-in", where, "--kill", kill, ranks=2
-    )
+    launcher, fault = ["holdfast", "run", "--on-fault", "restart"], ("--kill-in", where, "--kill", kill)
+    code, output = run(tmp_path, launcher, JOB, *given, *fault, ranks=2)
     assert code == 0, output
     compare(tmp_path, results(tmp_path / "plain"))
     assert "restart last gasp" in output and "is not the same on all ranks" not in output

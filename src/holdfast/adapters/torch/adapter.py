@@ -300,10 +300,14 @@ class TorchAdapter:
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed, and copy the user's state."""
+        """Seed, and copy what the script may change."""
         self._reseed(step, part, between=True)
         if not again:
-            self._snapshot.take_before(step)
+            self.remember(step)
+
+    def remember(self, step: int) -> None:
+        """Copy learning rates, schedules and the user's state."""
+        self._snapshot.take_before(step)
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
         worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from holdfast.adapters.torch.averages import Averages
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.optim import Undo, clone, parameters_of
-from holdfast.adapters.torch.state import Copies, TorchState, arrays_in
+from holdfast.adapters.torch.state import NOTHING_BEFORE, Before, Copies, TorchState, arrays_in
 
 SMALL_NUMEL = 65536
 """Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
@@ -39,8 +38,8 @@ class Snapshot:
         self._extras: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
         self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
-        # A step, and the user's state when the script was given it.
-        self._before: tuple[int, dict[str, Any]] = (-1, {})
+        # A step, and what was before the script was given it.
+        self._before: tuple[int, Before] = (-1, NOTHING_BEFORE)
         self.undo = Undo()
         self.averages = Averages(state, self.undo)
 
@@ -48,14 +47,9 @@ class Snapshot:
         """Copy what the coming step may change before its vote."""
         self._take_buffers()
         state = self._state
-        self._groups = {name: o.hyperparameters() for name, o in state.optimizers.items()}
-        for groups in self._groups.values():
-            for group in groups:
-                for key, value in group.items():
-                    if isinstance(value, torch.Tensor):
-                        group[key] = value.detach().clone()
+        self._groups = self._group_values()
         self._modules = {fqn: clone(module.get_extra_state()) for fqn, module in state.names.extra.items()}
-        self._plain = {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in state.schedulers.items()}
+        self._plain = self._schedules()
         if state.scaler is not None:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
             self._scaler = {key: clone(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
@@ -65,13 +59,26 @@ class Snapshot:
         self.averages.take()
 
     def take_before(self, step: int) -> None:
-        """Copy the user's state, which the script may change before it enters the block of ``step``."""
-        self._before = (step, {**clone(self._state.plain_extras()), **self._small_objects()})
+        """Copy what the script may change before it enters the block of ``step``: learning rates, its own state."""
+        extras = {**clone(self._state.plain_extras()), **self._small_objects()}
+        self._before = (step, Before(self._group_values(), self._schedules(), extras))
 
-    def before(self, step: int) -> Mapping[str, Any]:
+    def before(self, step: int) -> Before:
         """What :meth:`take_before` copied for ``step``."""
-        taken, extras = self._before
-        return extras if taken == step else {}
+        taken, before = self._before
+        return before if taken == step else NOTHING_BEFORE
+
+    def _group_values(self) -> dict[str, list[dict[str, Any]]]:
+        found = {name: o.hyperparameters() for name, o in self._state.optimizers.items()}
+        for groups in found.values():
+            for group in groups:
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key] = value.detach().clone()
+        return found
+
+    def _schedules(self) -> dict[str, Any]:
+        return {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in self._state.schedulers.items()}
 
     def _small_objects(self) -> dict[str, Any]:
         """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""

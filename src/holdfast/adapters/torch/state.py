@@ -77,6 +77,17 @@ class Copies(NamedTuple):
     undo: Undo
 
 
+class Before(NamedTuple):
+    """What a script may have changed since it was given a step, or since a loop ended: copies of what was before."""
+
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
+    extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
+
+
+NOTHING_BEFORE = Before({}, {}, {})
+
+
 def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """All tensors and arrays in it, with their key paths; asked at each step, so it builds nothing else."""
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -255,18 +266,20 @@ class TorchState:
                     forms.append((path, tuple(array.shape), array.dtype))
         return hash(tuple(forms))
 
-    def collect(self, copies: Copies | None = None, extras: Mapping[str, Any] | None = None) -> Collected:
+    def collect(self, copies: Copies | None = None, before: Before = NOTHING_BEFORE) -> Collected:
         """The state now, or with ``copies`` as it was at the start of the step.
 
         Args:
-            extras: copies of the user's own state by name that come first.
+            before: copies that come first.
 
         Raises:
             StateError: something that cannot be saved.
         """
         out = Collected()
         weights = {} if copies is None else copies.undo.weights()
-        known = {**({} if copies is None else copies.extras), **(extras or {})}
+        known = {**({} if copies is None else copies.extras), **before.extras}
+        plain = {**({} if copies is None else copies.plain), **before.plain}
+        groups = {**({} if copies is None else copies.groups), **before.groups}
         for fqn, parameter in self.names.parameters.items():
             out.add(placed(weights.get(id(parameter), parameter), parameter), fqn)
         for slot in self.names.buffers:
@@ -282,16 +295,16 @@ class TorchState:
             "optimizers": {
                 name: o.split(
                     out.add,
-                    hyperparameters(o.optimizer) if copies is None else copies.groups[name],
+                    groups[name] if name in groups else hyperparameters(o.optimizer),
                     o.optimizer.state if copies is None else copies.undo.state(o.optimizer),
                 )
                 for name, o in self.optimizers.items()
             },
             "schedulers": {
-                name: self._plain(f"scheduler.{name}", scheduler, copies, out)
+                name: self._plain(f"scheduler.{name}", scheduler, plain, out)
                 for name, scheduler in self.schedulers.items()
             },
-            "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, copies, out),
+            "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, plain, out),
             "state": {
                 name: split(self._extra(name, item, known), f"state.{name}", out.add)
                 for name, item in self.extras.items()
@@ -300,9 +313,8 @@ class TorchState:
         }
         return out
 
-    def _plain(self, path: str, item: Any, copies: Copies | None, out: Collected) -> Plain:
-        known = None if copies is None else copies.plain.get(path)
-        return split(item.state_dict() if known is None else known, path, out.add)
+    def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: Collected) -> Plain:
+        return split(known[path] if path in known else item.state_dict(), path, out.add)
 
     def plain_extras(self) -> dict[str, Any]:
         """What the user gave that is a value itself."""
