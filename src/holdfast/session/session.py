@@ -390,6 +390,9 @@ class Session:
     ) -> Iterator[Step]:
         """Steps from where the job is. Use each as ``with step as batch:``.
 
+        What stands before a block is run again when the block is: ``if ... and not step.again:``. There, and after a
+        loop, it is run again when all ranks start again, with schedulers, learning rates and ``state=`` of before.
+
         Args:
             loader: a DataLoader or any iterable of batches; None: the block gets None.
             until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
