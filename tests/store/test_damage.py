@@ -14,7 +14,7 @@ from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, StoreWriteError
 from holdfast.store.manifest import SEAL_NAME
 from holdfast.store.place import Place
-from holdfast.store.reader import load_into
+from holdfast.store.reader import load_into, opened
 from holdfast.store.validity import inspect
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
 
@@ -114,6 +114,22 @@ def test_deleting_or_truncating_any_file_but_the_seal_invalidates(saved: tuple[P
             else:
                 assert not found.valid and file.name in found.reason, (file.name, size_bytes, found)
             file.write_bytes(pristine)
+
+
+def test_a_file_that_is_cut_off_while_it_is_loaded_is_a_typed_error_and_no_signal(tmp_path: Path) -> None:
+    """It was whole, and in the page cache, when the manifests were compared with it."""
+    world = replicated(2, {"a": random_array((1024, 1024), "float32", 1)})
+    save(tmp_path, world, save_id(), copies=2)
+    path = tmp_path / save_id().directory()
+    first, second = sorted(path.glob("shard-*"))
+    state = world.state(0, empty=True)
+    with opened(path) as source:
+        os.truncate(first, first.stat().st_size // 2)
+        assert any("ends at byte" in line for line in load_into(source, state.targets()).healed)
+        world.check(state)
+        os.truncate(second, second.stat().st_size // 2)
+        with pytest.raises(CheckpointInvalid, match=r"no intact copy of a.*ends at byte"):
+            load_into(source, state.targets())
 
 
 def _swap_shards(path: Path, other: Path) -> None:

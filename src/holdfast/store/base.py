@@ -70,11 +70,11 @@ def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
 
 
 @runtime_checkable
-class InMemory(Protocol):
+class Cached(Protocol):
     """What a :class:`SourceFile` may also be: one whose bytes may be in memory already."""
 
-    def view(self, offset: int, size_bytes: int) -> memoryview | None:
-        """The bytes where they are, for use at once; None: they must be read."""
+    def read_cached(self, offset: int, buffer: memoryview) -> bool:
+        """Fill the buffer without waiting for a disk; False: it holds garbage, and its bytes must be read."""
 
 
 class Attempt(Closes, Protocol):

@@ -27,7 +27,6 @@ from holdfast.store.files import (
     write_at,
     writing,
 )
-from holdfast.store.mapped import Mapped
 
 THREADS_MAX = 4
 _DOOMED_PREFIX = ".removing-"
@@ -46,16 +45,19 @@ class LocalFile(Closes):
         self.path = path
         self.size_bytes = size_bytes
         self._fd = fd
-        self._mapped = Mapped(fd, size_bytes)
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
         """As :meth:`SourceFile.read_at`."""
-        if not self._mapped.copy(offset, buffers):
-            read_at(self._fd, offset, buffers, self.path)
+        read_at(self._fd, offset, buffers, self.path)
 
-    def view(self, offset: int, size_bytes: int) -> memoryview | None:
-        """As :meth:`InMemory.view`."""
-        return self._mapped.view(offset, size_bytes)
+    def read_cached(self, offset: int, buffer: memoryview) -> bool:
+        """As :meth:`Cached.read_cached`: from the page cache."""
+        try:
+            return os.preadv(self._fd, [buffer], offset, os.RWF_NOWAIT) == len(buffer)
+        except (
+            OSError
+        ):  # not there, or a file system that cannot tell; what the disk refuses, the next read says
+            return False
 
     def close(self) -> None:
         """As :meth:`SourceFile.close`."""

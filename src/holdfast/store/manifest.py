@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -71,7 +72,7 @@ class BoxRecord(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """Bytes of the box."""
-        return self.box.numel * DTYPE_SIZE_BYTES[self.dtype]
+        return math.prod(self.sizes) * DTYPE_SIZE_BYTES[self.dtype]
 
 
 class RankManifest(msgspec.Struct, frozen=True):
@@ -221,21 +222,21 @@ def _check_manifest(manifest: RankManifest, where: str) -> None:
 
 def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
     """Size in bytes of a record that keeps the rules."""
-    name = f"tensor {record.fqn!r}"
-    if record.dtype not in DTYPE_SIZE_BYTES:
-        refuse(where, f"{name}: unknown dtype {record.dtype!r}")
-    dimensions = len(record.shape)
-    if len(record.offsets) != dimensions or len(record.sizes) != dimensions:
-        refuse(where, f"{name}: offsets, sizes and shape differ in length")
-    if any(n < 0 for n in record.sizes) or not Box.whole(record.shape).contains(record.box):
-        refuse(where, f"{name}: box {record.box} is outside {list(record.shape)}")
+    size_bytes = DTYPE_SIZE_BYTES.get(record.dtype, 0)
+    if not size_bytes:
+        refuse(where, f"tensor {record.fqn!r}: unknown dtype {record.dtype!r}")
+    if not len(record.offsets) == len(record.sizes) == len(record.shape):
+        refuse(where, f"tensor {record.fqn!r}: offsets, sizes and shape differ in length")
+    for offset, size, length in zip(record.offsets, record.sizes, record.shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > length:
+            refuse(where, f"tensor {record.fqn!r}: box {record.box} is outside {list(record.shape)}")
+        size_bytes *= size
     if not 0 <= record.file < len(manifest.files):
-        refuse(where, f"{name}: no file {record.file}")
-    size_bytes = record.size_bytes
+        refuse(where, f"tensor {record.fqn!r}: no file {record.file}")
     if len(record.digests) != -(-size_bytes // manifest.extent_size_bytes):
-        refuse(where, f"{name}: {len(record.digests)} digests for {size_bytes} bytes")
+        refuse(where, f"tensor {record.fqn!r}: {len(record.digests)} digests for {size_bytes} bytes")
     if not all(map(_HEX16.fullmatch, record.digests)):
-        refuse(where, f"{name}: a digest is not 16 hex digits")
+        refuse(where, f"tensor {record.fqn!r}: a digest is not 16 hex digits")
     return size_bytes
 
 

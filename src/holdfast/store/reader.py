@@ -2,9 +2,10 @@
 
 Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
 stored box is read in extents, because an extent is what a digest covers. Extents that are contiguous in the target are
-read into place, others are scattered from a scratch buffer, or from the page cache. Adjacent extents are planned, read
-and scattered together, and hashed while the processor has them in its cache. An extent that fails its digest excludes
-its stored box, and what it should have given is asked from another copy.
+read into place, others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered together,
+and hashed while the processor has them in its cache. An extent that fails its digest excludes its stored box, and what
+it should have given is asked from another copy. What the page cache has already is read without waiting, and in small
+pieces; a mapping would cost more than it spares, because each of its pages is mapped and unmapped for one use.
 
 Invariants:
 1. When the call returns, every element of every target came from an extent whose digest matched.
@@ -28,7 +29,7 @@ import xxhash
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
-from holdfast.store.base import Attempt, InMemory, SourceFile
+from holdfast.store.base import Attempt, Cached, SourceFile
 from holdfast.store.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, subtract
 from holdfast.store.local import THREADS_MAX, LocalAttempt, threads_of_rank
 from holdfast.store.opening import open_attempt
@@ -40,6 +41,7 @@ from holdfast.store.validity import Index, Stored, bad_extent, read_index
 from holdfast.store.values import decode_mapping
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
+PIECE_SIZE_BYTES = 1024 * 1024  # of what the page cache has: fits into a core's own cache
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
@@ -273,21 +275,20 @@ class Loader:
     ) -> list[Read]:
         """Choose stored boxes that cover each wanted region once, and cut them into reads."""
         chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
+        known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
         for target, region in wanted:
-            rest = [region]
-            for stored in self.index.boxes.get(target.fqn, ()):
-                key = (stored.name, stored.record.start)
-                box = stored.record.box
-                hits = [common for part in rest if (common := part.intersect(box)) is not None]
-                if key in excluded or not hits:
-                    continue
-                chosen.setdefault(key, (stored, []))[1].extend((target, hit) for hit in hits)
-                if hits == rest:
-                    rest = []
-                    break
-                rest = [piece for part in rest for piece in subtract(part, [box])]
-                if not rest:
-                    break
+            candidates = [
+                stored
+                for stored in self.index.boxes.get(target.fqn, ())
+                if (stored.name, stored.record.start) not in excluded
+            ]
+            question = region, tuple(stored.record.box for stored in candidates)
+            if question not in known:  # a model has few shapes, and one layout
+                known[question] = _cover(*question)
+            given, rest = known[question]
+            for n, hits in given:
+                key = (candidates[n].name, candidates[n].record.start)
+                chosen.setdefault(key, (candidates[n], []))[1].extend((target, hit) for hit in hits)
             if rest:
                 cause = why.get(target.fqn, "no file holds it")
                 raise CheckpointInvalid(
@@ -322,53 +323,95 @@ class Loader:
             return [*_perform(parts[0]), *(bad for other in others for bad in other.result())]
 
 
+def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
+    """What of a region each of the first boxes gives, by their numbers, until all is given; and what no box gives."""
+    given: list[tuple[int, list[Box]]] = []
+    rest = [region]
+    for n, box in enumerate(boxes):
+        hits = [common for part in rest if (common := part.intersect(box)) is not None]
+        if hits:
+            given.append((n, hits))
+            rest = [] if hits == rest else [piece for part in rest for piece in subtract(part, [box])]
+        if not rest:
+            break
+    return given, rest
+
+
 def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
     """Read batches, verify every extent, put what is sound in its place; returns the bad ones."""
     bad: list[_Bad] = []
     scratch = memoryview(b"")
     for file, batch in work:
-        start, size_bytes = batch[0].start, sum(read.size_bytes for read in batch)
-        whole = file.view(start, size_bytes) if isinstance(file, InMemory) else None
-        cached = whole is not None
-        if whole is None and batch[0].into is None:
-            if len(scratch) < size_bytes:
-                scratch = memoryview(bytearray(size_bytes))
-            whole = scratch
-        buffers = [_buffer(read, start, whole) for read in batch]
-        try:
-            if not cached:
-                file.read_at(start, buffers)
-        except CheckpointInvalid as error:
-            bad += [_Bad(read, error.message) for read in batch]
-            continue
-        for read, buffer in zip(batch, buffers, strict=True):
-            wrong = _wrong(read, buffer, read.into if cached else None)
-            bad += [_Bad(read.cut(n, n + 1), _why(file, read.cut(n, n + 1))) for n in wrong]
-            if read.into is None:
-                _scatter_sound(read, buffer, wrong)
+        size_bytes = sum(read.size_bytes for read in batch)
+        if batch[0].into is None and len(scratch) < size_bytes:
+            scratch = memoryview(bytearray(size_bytes))
+        rest = _take_cached(file, batch, scratch, bad)
+        if rest:
+            _take(file, rest, scratch, bad)
     return bad
 
 
-def _buffer(read: Read, start: int, whole: memoryview | None) -> memoryview:
-    """Where the bytes of a read are, or are to be: in a buffer that begins at byte ``start``, or in place."""
-    if whole is None:
-        assert read.into is not None
-        return read.into
-    return whole[read.start - start : read.start - start + read.size_bytes]
+def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> list[Read]:
+    """Take what the page cache has, from the first read on; returns the reads that are left."""
+    end = batch[-1].start + batch[-1].size_bytes
+    # Looked at from its end: the disk is to have one large request, not what is left of one.
+    if not isinstance(file, Cached) or not file.read_cached(end - 1, memoryview(bytearray(1))):
+        return batch
+    for n, read in enumerate(batch):
+        buffer = _buffer(read, 0, scratch)
+        wrong = _wrong(read, buffer, file.read_cached)
+        if wrong is None:
+            return batch[n:]
+        bad += _settle(file, read, buffer, wrong)
+    return []
 
 
-def _wrong(read: Read, data: memoryview, goal: memoryview | None) -> list[int]:
-    """The extents that do not match their digests; all of them are copied to ``goal``."""
-    size_bytes, wrong = read.stored.extent_size_bytes, []
+def _take(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> None:
+    """Read a batch with one call."""
+    start = batch[0].start
+    buffers = [_buffer(read, read.start - start, scratch) for read in batch]
+    try:
+        file.read_at(start, buffers)
+    except CheckpointInvalid as error:
+        bad += [_Bad(read, error.message) for read in batch]
+        return
+    for read, buffer in zip(batch, buffers, strict=True):
+        bad += _settle(file, read, buffer, _wrong(read, buffer, _is_there) or ())
+
+
+def _is_there(_offset: int, _piece: memoryview) -> bool:
+    return True
+
+
+def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
+    """Where the bytes of a read are to be: in place, or at ``at`` in the scratch buffer."""
+    return scratch[at : at + read.size_bytes] if read.into is None else read.into
+
+
+def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]) -> list[int] | None:
+    """The extents that do not match their digests, or None when ``fill`` could not put all of them into ``data``.
+
+    Each piece is hashed as soon as it is there, while the core has it in its own cache.
+    """
+    each, wrong = read.stored.extent_size_bytes, []
     for n in range(read.first, read.last):
-        extent = data[(n - read.first) * size_bytes : (n - read.first + 1) * size_bytes]
-        if xxhash.xxh3_64_hexdigest(extent) != read.stored.record.digests[n]:
+        first = (n - read.first) * each
+        extent, digest = data[first : first + each], xxhash.xxh3_64()
+        for at in range(0, len(extent), PIECE_SIZE_BYTES):
+            piece = extent[at : at + PIECE_SIZE_BYTES]
+            if not fill(read.start + first + at, piece):
+                return None
+            digest.update(piece)
+        if digest.hexdigest() != read.stored.record.digests[n]:
             wrong.append(n)
-    if goal is not None:
-        # The last cache has it still. Not extent by extent: above a megabyte or so a copy goes past the cache, and
-        # does not read the target's lines before it overwrites them.
-        np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
     return wrong
+
+
+def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
+    """Put the sound extents of a read in their places; returns the bad ones."""
+    if read.into is None:
+        _scatter_sound(read, data, wrong)
+    return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
 
 
 def _why(file: SourceFile, read: Read) -> str:

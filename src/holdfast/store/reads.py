@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -89,38 +90,41 @@ def _runs(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> Iterator[_Run
             parts = flat_regions(box, n * each, min((n + 1) * each, box.numel))
             needed = [(t, r) for t, r in pieces if any(part.intersect(r) is not None for part in parts)]
             if len(needed) == 1:
-                yield from _runs_of(stored, needed, each, range(n, n + 1))
+                ((target, region),) = needed
+                for a, b, place in _fates(box, region, target.box, each, n, n + 1):
+                    yield a, b, needed, None if place is None else place * item
             elif needed:
                 yield n, n + 1, needed, None
         return
-    yield from _runs_of(stored, pieces, each, range(count))
-
-
-def _runs_of(stored: Stored, pieces: Sequence[tuple[Target, Box]], each: int, among: range) -> Iterator[_Run]:
-    """As :func:`_runs` for one piece: extents (of ``each`` elements) that go into place, and others."""
-    box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     ((target, region),) = pieces
+    for a, b, place in _fates(box, region, target.box, each, 0, count):
+        yield a, b, pieces, None if place is None else place * item
+
+
+@lru_cache(maxsize=64)
+def _fates(
+    box: Box, region: Box, goal_box: Box, each: int, first: int, last: int
+) -> tuple[tuple[int, int, int | None], ...]:
+    """Which extents (of ``each`` elements) among ``first`` to ``last`` a region needs, and where they go in the target
+    (elements) when in one piece. Tensors of a model have few shapes, so the answers are kept."""
     start, stop, gap = _spread(box, region)
-    first, last = max(start // each, among.start), min(-(-stop // each), among.stop)
+    first, last = max(start // each, first), min(-(-stop // each), last)
     if gap >= each:  # whole extents lie between its rows
-        for n in range(first, last):
-            parts = flat_regions(box, n * each, min((n + 1) * each, box.numel))
-            if any(part.intersect(region) is not None for part in parts):
-                yield n, n + 1, pieces, None
-        return
-    goal, _, holes = _spread(target.box, region)
+        return tuple(
+            (n, n + 1, None)
+            for n in range(first, last)
+            if any(
+                part.intersect(region) is not None
+                for part in flat_regions(box, n * each, min((n + 1) * each, box.numel))
+            )
+        )
+    goal, _, holes = _spread(goal_box, region)
     if gap or holes:
-        yield first, last, pieces, None
-        return
+        return ((first, last, None),) if first < last else ()
     low = min(max(-(-start // each), first), last)
     high = last if stop == box.numel else max(low, min(stop // each, last))
-    for a, b, place in (
-        (first, low, None),
-        (low, high, (goal + low * each - start) * item),
-        (high, last, None),
-    ):
-        if a < b:
-            yield a, b, pieces, place
+    runs = ((first, low, None), (low, high, goal + low * each - start), (high, last, None))
+    return tuple(run for run in runs if run[0] < run[1])
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
