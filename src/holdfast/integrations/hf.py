@@ -120,7 +120,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
     def _position(self) -> dict[str, Any]:
         return {
-            **progress.progress_of(self._trainer, self._epochs.logged()),
+            **progress.progress_of(self._trainer),
             "data": self._feed.place(),
             "reported": self._losses.reported(),
             "after": self._epochs.after(self._losses.newest(None)),

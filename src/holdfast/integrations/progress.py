@@ -16,11 +16,9 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from holdfast.integrations.calls import is_newcomer
 
 # Of TrainerState what is the training's, not this run's or this process's.
-OF_TRAINING = "epoch global_step num_input_tokens_seen total_flos".split()
+OF_TRAINING = "epoch global_step num_input_tokens_seen total_flos log_history".split()
 OF_TRAINING += "best_metric best_global_step best_model_checkpoint".split()
 DUE = "should_log should_evaluate should_save".split()
-TIMES = ("_runtime", "_per_second")
-"""What the Trainer logs of each rank's own clock ends so."""
 
 
 def due_of(trainer: Any) -> list[str]:
@@ -28,11 +26,10 @@ def due_of(trainer: Any) -> list[str]:
     return [name for name in DUE if getattr(trainer.control, name)]
 
 
-def progress_of(trainer: Any, logged: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parts ``progress`` and ``callbacks`` of a position; ``logged``: what the Trainer has logged."""
-    progress = {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING}
+def progress_of(trainer: Any) -> dict[str, Any]:
+    """The parts ``progress`` and ``callbacks`` of a position."""
     return {
-        "progress": {**progress, "log_history": logged},
+        "progress": {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING},
         "callbacks": {type(c).__name__: dict(c.state().get("attributes", {})) for c in _exportable(trainer)},
     }
 
@@ -54,7 +51,6 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._ended = 0
-        self._logged: list[dict[str, Any]] = []  # by the Trainer, as all ranks have it
         self._ending = False  # one is over, and what follows that is not done yet
         self._rate = 0.0  # of the newest update, as the Trainer logs it: before the schedule goes on
         self._after: dict[str, Any] | None = None  # what to do on arrival
@@ -67,12 +63,6 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What is due at the end of an epoch is done next."""
         self._ending = True
-
-    def logged(self) -> list[dict[str, Any]]:
-        """The Trainer's log without times: in the job's state they would differ from rank to rank."""
-        new = self._trainer.state.log_history[len(self._logged) :]
-        self._logged += [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in new]
-        return list(self._logged)
 
     def after(self, norm: Any) -> dict[str, Any]:
         """The part ``after`` of a position; ``norm``: of the gradients, to be logged."""

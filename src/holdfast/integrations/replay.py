@@ -29,9 +29,11 @@ class Replay:
     Attributes:
         position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
         own: plain values of this rank alone that were committed with that position; None where nobody knows them.
+        may_differ: between ranks, in metrics of each one's own data and in times; no user can do anything about it.
         shows_committed_steps: what ``state_dict`` returns changes with a step's commit alone, so no step copies it.
     """
 
+    may_differ = True
     shows_committed_steps = True
 
     def __init__(self, **arguments: Any) -> None:

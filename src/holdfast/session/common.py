@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from typing import Any
 
 import xxhash
 
@@ -36,8 +37,9 @@ Said = tuple[str, dict[str, str], dict[str, str]]
 class Common:
     """Compares the user's state of all ranks, once in the life of a process that began with the others."""
 
-    def __init__(self, adapter: Adapter, client: Client | None) -> None:
+    def __init__(self, adapter: Adapter, client: Client | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
+        self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
         self._client = None if client is None or client.joining or adapter.world_size == 1 else client
         self._key = ""
 
@@ -49,7 +51,9 @@ class Common:
         if not self._key:
             collected = adapter.collect()
             self._key = f"holdfast/state/{client.generation}"
-            words = spoken(digests(adapter, collected), SAID_SIZE_BYTES_MAX // adapter.world_size)
+            words = spoken(
+                digests(adapter, collected, self._left_out), SAID_SIZE_BYTES_MAX // adapter.world_size
+            )
             client.kv("append", (self._key,), words)
             return
         self._client = None
@@ -86,10 +90,11 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
     return {f"one of {len(found)}": total.hexdigest()} if found else {}
 
 
-def digests(adapter: Adapter, collected: Collected) -> Said:
+def digests(adapter: Adapter, collected: Collected, left_out: Set[str]) -> Said:
     """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
     state = collected.values.get("state", {})
-    totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in state.items()}
+    compared = {name: value for name, value in state.items() if name not in left_out}
+    totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in compared.items()}
     buffers: dict[str, str] = {}
     part = xxhash.xxh3_64()
     for meta in collected.layout(adapter.rank, adapter.world_size).tensors:

@@ -120,7 +120,7 @@ class Session:
         )  # fmt: skip
         self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
         self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
-        self._common = Common(self._adapter, client)
+        self._common = Common(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
         self._rank.connect(

@@ -61,6 +61,7 @@ def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, pla
     code, output = run(tmp_path, ["holdfast", "run"], JOB, "--output", "out")
     assert code == 0, output
     assert {**results(tmp_path), "calls": plain["calls"]} == plain
+    assert "is not the same on all ranks" not in output, "a metric that each rank has of its own"
     assert (plain["step"], plain["epoch"], plain["calls"]) == (STEPS, 3, 3 * BATCHES)
 
 
