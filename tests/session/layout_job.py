@@ -102,6 +102,8 @@ def main() -> None:
     ) as s:
         growing.write(arguments.result / f"opened-{rank}-{s.step}")
         for step in s.steps(until=STEPS):
+            if step.number - 1 in arguments.save:
+                await_seal(step.number)
             with step:
                 if (rank, step.number) == (victim, at) and not (died.exists() or arguments.doubt):
                     died.touch()
@@ -115,8 +117,6 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 growing.grow(step.number, loss)
-            if step.committed and step.number in arguments.save:
-                await_seal(step.number + 1)
     growing.write(arguments.result / f"ended-{rank}")
 
 

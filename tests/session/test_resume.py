@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
+from holdfast.errors import NothingToResume
 from holdfast.exits import Exit
 from holdfast.store.root import Root
 from tests.session.launch import run_job
+from tests.session.test_solo import Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -45,3 +48,18 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
     assert code == Exit.BAD_INPUT, said
     assert "cannot be loaded by 1 rank; rank 1: " in said  # rank 0, whose model fits
     assert said.count("missing: other.weight") >= 2  # both say what differs
+
+
+def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a loss of power; once there was a whole one, its damage is a reason."""
+    Job().train(3, checkpoint=tmp_path, save_every_steps=3)
+    (only,) = (Path(v.path) for v in Root(tmp_path).list())
+    (only / "rank-r00000.json").unlink()
+    with pytest.raises(NothingToResume, match=only.name):
+        Job().train(3, checkpoint=tmp_path)
+    (only / "SEALED").unlink()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert Job().train(2, checkpoint=tmp_path) == [0, 1]
+    assert "holds nothing but 1 save that never came to an end" in caplog.text

@@ -4,7 +4,8 @@ Theory. Rank 0 lists the candidates, newest first, and tells the others. Every r
 a sum over the ranks says how many could, and how many met what no older candidate would mend (another model, a state
 that cannot be restored, an error of the user's own ``load_state_dict``). All could: they go on. Anybody met the latter:
 all stop, each with an error. Otherwise the next older one follows. Each rejected candidate is logged with its reason.
-An empty root means a fresh start, in one printed line; a root with attempts of which none is valid is an error, because
+An empty root means a fresh start, in one printed line, and so does one with saves that were never finished alone: the
+machine lost its power during the first one. A root with a finished save and none that is valid is an error, because
 somebody saved there and expects to go on.
 
 Invariants:
@@ -116,6 +117,13 @@ def candidates(
         _warn_of_another_run(place, [v for v in found if v.valid])
     # What may not be read may be the newest: who comes to it is told so, and does not go on from an older one.
     paths = [place_of(v.path) for v in found if v.valid or v.denied]
+    if found and all(v.unfinished for v in found):
+        log.warning(
+            "holdfast: %s holds nothing but %s that never came to an end, so nothing is lost: training begins anew",
+            place.path,
+            plural(len(found), "save"),
+        )
+        return Candidates((), ())
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not (v.valid or v.denied))
     if first and place.path / first in paths:
         paths.remove(place.path / first)

@@ -352,7 +352,9 @@ class Session:
         self._blocks.redo()
 
     def save(self) -> None:
-        """Ask for a checkpoint by all ranks at the end of the step whose vote comes next; returns at once.
+        """Ask for a checkpoint by all ranks of the step whose vote comes next; returns at once.
+
+        It is made when the script asks for the step after that: do not wait for it behind the block.
 
         Raises:
             UsageError: the session has no checkpoint directory.
