@@ -196,11 +196,18 @@ class Faults:
                 file.seek(4096)
                 file.write(bytes([byte ^ 16]))
 
-    def run_late(self, step: int) -> None:
-        """After the update, before the end of the block: die, or fall over the loss of the one that died."""
+    def run_late(self, step: int, marker: Path) -> None:
+        """After the update, before the end of the block: die, or fall over the loss of the one that died.
+
+        Once: where the others had not heard of the vote yet, the step is run again.
+        """
+        if step in (self.die_late, self.tear) and marker.exists():
+            return
         if step == self.die_late:
+            marker.write_text("")
             os.kill(os.getpid(), 9)
         if step == self.tear:
+            marker.write_text("")
             until_s = time.monotonic() + 30
             while not fabric().poisoned and time.monotonic() < until_s:
                 time.sleep(0.001)
@@ -285,9 +292,10 @@ def main() -> None:
             for step_ in s.steps(loader, until=arguments.steps):
                 if step_.number == 2:
                     before = identity(wrapped)
+                marker = arguments.result / f"fault-{rank}"
                 with step_ as batch:
-                    faults.run(step_.number, arguments.result / f"fault-{rank}")
-                    update(batch, partial(faults.run_late, step_.number))
+                    faults.run(step_.number, marker)
+                    update(batch, partial(faults.run_late, step_.number, marker))
     # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
     text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
     facts = {"digest": text, "pid": os.getpid(), "before": before, "after": identity(wrapped)}
