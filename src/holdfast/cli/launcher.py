@@ -383,6 +383,6 @@ def _why(view: RunView, fault: FaultView | None) -> str:
         return ""
     rank = f"rank {fault.rank}" if fault and fault.kind == "exception" and fault.what in view.reason else ""
     last = ""
-    if fault and view.code == Exit.BUDGET and (again := repeated(view.faults, fault)):
-        last = f"; rank {fault.rank}: {first_line(fault.what)}: {again}"
+    if fault and view.code == Exit.BUDGET and (told := repeated(view.faults, fault)):
+        last = f"; rank {fault.rank}: {first_line(fault.what)}: {told}"
     return f": {why}" + (f" ({rank})" if rank and not why.startswith(rank) else "") + last

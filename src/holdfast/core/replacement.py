@@ -94,9 +94,8 @@ class Replacement:
         self._kept = kept
         self._offers = {}
         self._seat(dead)
-        self._offered_s = (
-            self.job.config.gasp_s if kept else self.job.config.offer_s
-        )  # what was kept is read first
+        # What was kept is read first, which may take long.
+        self._offered_s = self.job.config.gasp_s if kept else self.job.config.offer_s
         self.job.timer("offer", self._offered_s)
 
     def late(self) -> None:

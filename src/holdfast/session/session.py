@@ -494,9 +494,7 @@ class Session:
     def after_ready(self, step: Step, tally: Tally) -> None:
         """A step is committed: save what was asked for, leave when all agreed to."""
         self._common.committed()
-        if (
-            not self._rank.fenced
-        ):  # else what the vote said of saving and leaving is asked again after the recovery
+        if not self._rank.fenced:  # else the vote after the recovery asks again
             self._behind.committed(tally)
 
     def _values(self, collected: Collected, step: int) -> dict[str, object]:

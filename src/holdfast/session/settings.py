@@ -68,7 +68,8 @@ def _kept(keep: object) -> KeepPolicy:
     try:
         return retention(keep)
     except UsageError as error:
-        raise UsageError(f"session({error.message.replace(': ', '): ', 1)}", hint=error.hint) from error
+        what, _, why = error.message.rpartition(": ")  # what may have colons of its own
+        raise UsageError(f"session({what}): {why}", hint=error.hint) from error
 
 
 def _whole(name: str, value: object, least: int | None = None) -> int:

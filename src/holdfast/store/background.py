@@ -191,9 +191,7 @@ class BackgroundSaver(Closes):
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._orders = 0
-        self._placed: _Placed | None = (
-            None  # of the save before: the plan is the same until the layout changes
-        )
+        self._placed: _Placed | None = None  # of the save before: the same until the layout changes
         self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
@@ -258,12 +256,7 @@ class BackgroundSaver(Closes):
         self._idle.wait()
         copied_s = time.perf_counter()
         placed = self._placed
-        if (
-            placed is None
-            or placed.catalogue is not catalogue
-            or placed.plan is not plan
-            or placed.rank != rank
-        ):
+        if placed is None or not placed.is_for(catalogue, plan, rank):
             placed = self._placed = _placed(catalogue, plan, rank)
         job = SaveJob(
             root=str(root),
@@ -380,6 +373,10 @@ class _Placed(NamedTuple):
     items: tuple[WriteItem, ...]
     parts: tuple[StagedPart, ...]
     size_bytes: int
+
+    def is_for(self, catalogue: Catalogue, plan: Plan, rank: int) -> bool:
+        """The very same objects: to compare two plans would take as long as to place one."""
+        return self.catalogue is catalogue and self.plan is plan and self.rank == rank
 
 
 def _placed(catalogue: Catalogue, plan: Plan, rank: int) -> _Placed:

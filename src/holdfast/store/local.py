@@ -54,9 +54,8 @@ class LocalFile(Closes):
         """As :meth:`Cached.read_cached`: from the page cache."""
         try:
             return os.preadv(self._fd, [buffer], offset, os.RWF_NOWAIT) == len(buffer)
-        except (
-            OSError
-        ):  # not there, or a file system that cannot tell; what the disk refuses, the next read says
+        except OSError:
+            # Not there, or a file system that cannot tell; what the disk refuses, the next read says.
             return False
 
     def close(self) -> None:

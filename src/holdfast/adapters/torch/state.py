@@ -175,7 +175,7 @@ class Collected:
             if fqn.startswith("state.") or tensor.is_inference():
                 counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
             else:
-                counts.append(getattr(tensor, "_local_tensor", tensor)._version)
+                counts.append(local_of(tensor)._version)
         return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
