@@ -221,6 +221,28 @@ def test_a_newcomer_is_late_after_many_times_what_others_took(
     assert late_s is None or late_s <= took_s < late_s + 2.0
 
 
+@pytest.mark.parametrize(("age_s", "late_s"), [(2.5, 25.0), (0.2, 10.0), (0.0, None)])
+def test_a_start_that_nobody_saw_took_no_longer_than_its_process_is_old(
+    age_s: float, late_s: float | None
+) -> None:
+    """The agent was starved while they started: a newcomer that loops is found all the same."""
+    world = World()
+    first = [world.reading(rank)._replace(age_s=age_s, mark=(-1,)) for rank in world.phase]
+    world.progress.look(world.now, first)
+    since = world.now
+    while not (late := world.progress.late()) and world.now - since < 100.0:
+        starts(world)
+    assert [stall.member_id for stall in late] == ([] if late_s is None else [NEWCOMER])
+    assert late_s is None or late_s <= world.now - since < late_s + 2.0
+
+
+def test_what_a_predecessor_saw_of_the_starts_counts_more_than_the_age_of_old_processes() -> None:
+    world = World()
+    progress = Progress(LIMITS, Learned(steps=(STEP_S,) * 3, peaks={"first collective": 1.0}))
+    progress.look(world.now, [world.reading(rank)._replace(age_s=3600.0) for rank in world.phase])
+    assert progress.learned().peaks["first collective"] == 1.0
+
+
 def test_a_spare_teaches_nothing_and_holds_nobody_up() -> None:
     world = World()
     world.train(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.pids import alive, command, kill_group, kill_if, pidfd
+from holdfast.runtime.pids import age_s, alive, command, kill_group, kill_if, pidfd
 
 pytestmark = pytest.mark.processes
+NO_PROCESS = 2**22 + 1  # the kernel gives no such number
 
 
 @pytest.fixture
@@ -39,6 +41,13 @@ def test_one_that_ends_after_the_look_gets_no_signal(sleeper: subprocess.Popen[b
 
     assert not kill_if(sleeper.pid, ours)
     assert command(sleeper.pid) == []
+
+
+def test_the_age_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+    first = age_s(sleeper.pid)
+    time.sleep(0.2)
+    assert 0.1 < age_s(sleeper.pid) - first
+    assert age_s(os.getpid()) > age_s(sleeper.pid) > 0 == age_s(NO_PROCESS)
 
 
 def test_numbers_that_are_no_process() -> None:

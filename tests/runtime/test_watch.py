@@ -17,7 +17,7 @@ from holdfast.core.progress import Limits
 from holdfast.core.sightings import Late, Stalled
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import kill_group, stopped, stopped_children
+from holdfast.runtime.pids import age_s, kill_group, stopped, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.watch import Watcher
@@ -65,7 +65,8 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as one:
         living = {each: Life(each, one.pid, -1, None) for each in (member_id, DONE)}
-        limits = Limits(floor_s=1.0, start_s=100.0, look_s=0.1)
+        # The factor: where it runs it is not late, however fast the other one started.
+        limits = Limits(factor=1e6, floor_s=1.0, start_s=100.0, look_s=0.1)
         watcher = Watcher(run, NodeId("node0"), limits, living, heard.append)
         try:
             Page.create(run.page_path(member_id), member=member_id).close()
@@ -91,3 +92,28 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
     assert late and all((each.member_id, each.stopped) == (member_id, True) for each in late)
     told = [message.stopped for message in heard if isinstance(message, Stalled)]
     assert all(told) and bool(told) == (what != "spare"), "nobody waits for a spare"
+
+
+@pytest.mark.processes
+def test_a_newcomer_that_loops_is_late_though_nobody_saw_the_others_start(tmp_path: Path) -> None:
+    """The agent did not get to look until they trained."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    heard: list[Message] = []
+    with subprocess.Popen(["sleep", "60"]) as one:
+        living = {each: Life(each, one.pid, -1, None) for each in (MemberId(3), DONE)}
+        watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
+        try:
+            for member_id, phase in ((MemberId(3), Phase.STARTING), (DONE, Phase.ABORTED)):
+                page = Page.create(run.page_path(member_id), member=member_id)
+                page.place(0, phase)
+                page.close()
+            until("its age is known", lambda: age_s(one.pid) > 0)
+            for now in range(100, 130):
+                watcher.look(float(now))
+        finally:
+            one.kill()
+            for open_page in watcher._pages.values():
+                open_page.close()
+            run.remove_pages()
+    assert {(m.member_id, m.stopped) for m in heard if isinstance(m, Late)} == {(MemberId(3), False)}

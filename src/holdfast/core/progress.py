@@ -73,6 +73,7 @@ class Reading(NamedTuple):
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
     done: int = 0  # steps that its process has committed
     scratch: bool = False  # not forked: it has imports to do that others found done
+    age_s: float = 0.0  # of its process, where this is the first look at it
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +141,25 @@ class Progress:
         known, self._watches = self._watches, {}
         for reading in readings:
             member_id = reading.member_id
-            watch = known.get(member_id) or _Watch(reading)
+            watch = known.get(member_id) or self._first(reading)
             self._watches[member_id] = watch
             self._see(watch, reading, passed_s)
         if not self._steps:  # this one looks for the first time, at processes whose first steps nobody saw
             self._steps.extend(r.step_s for r in readings if r.done > SAMPLES_MIN)
         before, self.stalled = self.stalled, self._is_stalled()
         return None if before == self.stalled else self.stalled
+
+    def knows(self, member_id: MemberId) -> bool:
+        """This worker was there at the last look."""
+        return member_id in self._watches
+
+    def _first(self, reading: Reading) -> _Watch:
+        """Nobody saw the start of one that is past it by now: it took no longer than its process is old."""
+        kind = _start(reading)
+        past = reading.phase is not Phase.STARTING or reading.collectives > 0
+        if past and kind not in self._peaks and not is_spare(reading.member_id):
+            self._learn(kind, reading.age_s)
+        return _Watch(reading)
 
     def stalls(self) -> list[Stall]:
         """Every worker's stillness, by member."""
@@ -286,7 +299,11 @@ def _kind(reading: Reading) -> str:
     if reading.compiling:
         return "compile"
     if reading.phase is Phase.STARTING and not reading.collectives:
-        return "imports" if reading.scratch else "first collective"
+        return _start(reading)
     if reading.phase in IN_STEP | {Phase.LOADING} and reading.done < SAMPLES_MIN:
         return f"first {reading.phase.name}"
     return reading.phase.name
+
+
+def _start(reading: Reading) -> str:
+    return "imports" if reading.scratch else "first collective"

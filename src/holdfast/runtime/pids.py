@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def start_ticks(pid: int) -> int:
     """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
+
+
+def age_s(pid: int) -> float:
+    """How long ago ``pid`` started; 0 when it does not exist."""
+    ticks = start_ticks(pid)
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return max(0.0, since_boot_s - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def serves(pid: int, module: str, directory: Path) -> bool:

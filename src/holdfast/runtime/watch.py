@@ -35,7 +35,7 @@ from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import command, stopped_children
+from holdfast.runtime.pids import age_s, command, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
 
@@ -151,8 +151,10 @@ class Watcher:
         sleeping = set()
         for member_id, page in self._pages.items():
             reading, pid = read(page), self._pid(member_id)
-            if reading.phase is Phase.STARTING and not reading.collectives:
-                reading = reading._replace(scratch=ZYGOTE not in command(pid))
+            is_new = not self._progress.knows(member_id)
+            if is_new or (reading.phase is Phase.STARTING and not reading.collectives):
+                age = age_s(pid) if is_new else 0.0
+                reading = reading._replace(scratch=ZYGOTE not in command(pid), age_s=age)
             if member_id in overdue:
                 state = sample(pid).process
                 if state == "S" and reading.phase in DRAWING and not reading.waits:
