@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_a_process_that_hangs_before_its_first_step_is_replaced(
     assert why in str(hang["reason"]) and any("rank 1" in line for line in hang["evidence"])
     assert {e.data["steps_lost"] for e in events if e.kind == "recovered"} == {0}
     assert {path.read_text() for path in tmp_path.glob("rank-*.digest")} == {undisturbed}
+    assert not re.search(r"F\d+: ,", done.stdout), "each line says what was done"
 
 
 @pytest.mark.processes

@@ -181,6 +181,12 @@ class Story:
 
     def _on_members_replaced(self, event: Event, data: dict[str, Any]) -> None:
         self._seat(data["ranks"], data)
+        for fault, _ in self._open:
+            if not fault.action and fault.rank in data["ranks"]:  # a newcomer's: nothing new is decided
+                fault.action, fault.reason = (
+                    "replace",
+                    "it was lost before it had joined: the decision stands",
+                )
 
     def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
         nodes = data.get("nodes", ())  # older versions have said less
