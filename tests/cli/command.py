@@ -38,3 +38,15 @@ def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> 
     finally:
         os.close(ours)
     return process.wait(), shown.decode()
+
+
+def working_in(root: Path) -> dict[int, str]:
+    """Command line by pid of each living process that works in ``root``, but this one."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "cwd") == str(root) and int(entry.name) != os.getpid():
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue  # gone meanwhile, or not ours
+    return found

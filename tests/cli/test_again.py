@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.exits import Exit
-from tests.cli.command import Run
-from tests.cli.test_run import left_behind, script, start
+from tests.cli.command import Run, working_in
+from tests.cli.test_run import script, start
 
 __all__ = ["script"]
 
@@ -41,7 +41,7 @@ def test_one_that_lost_its_launcher_is_waited_for(holdfast: Run, tmp_path: Path)
     result = holdfast("run", "--run-id", "mine", "train.py")
     assert result.returncode == 0, result.stderr
     assert '"code":76' in (tmp_path / "runs/mine.1/events.jsonl").read_text(), "it was let leave in order"
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_one_that_goes_on_is_left_alone(holdfast: Run, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from holdfast.cli.drill import timeline
 from holdfast.drill.timeline import FaultReport
 from holdfast.exits import Exit
-from tests.cli.command import HOLDFAST, Run, clean_environment
-from tests.cli.test_run import BOUND_S, left_behind
+from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
+from tests.cli.test_run import BOUND_S
 from tests.runtime.runs import until, without_torch
 
 WAITS = "import os, pathlib, time; pathlib.Path('up-' + os.environ['RANK']).touch(); time.sleep(600)"
@@ -38,7 +38,7 @@ def test_a_drill_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: tup
     _, said = process.communicate(timeout=BOUND_S)
     assert process.returncode == Exit.INTERRUPTED
     assert said.endswith("holdfast: interrupted: the run was ended\n") and "Traceback" not in said
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
     assert not list(tmp_path.rglob("pages"))
 
 

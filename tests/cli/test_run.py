@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli.launcher import AGENT_STOPPED_S
 from holdfast.exits import Exit
 from holdfast.runtime.rundir import RunDir
-from tests.cli.command import HOLDFAST, Run, clean_environment
+from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
 from tests.runtime.runs import without_torch
 
 pytestmark = pytest.mark.processes
@@ -48,18 +48,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
 
-def left_behind(root: Path) -> list[str]:
-    """Command lines of living processes that work in ``root``."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(entry / "cwd") == str(root):
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # gone meanwhile, or not ours
-    return found
-
-
 def start(root: Path, *args: str) -> subprocess.Popen[str]:
     """``holdfast run`` in the background, once both workers are up."""
     process = subprocess.Popen(
@@ -88,7 +76,7 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
     assert "the job ran to its end" in last and str(tmp_path / "runs" / "mine" / "attempt-000") in last
     assert "rank 1 says" in holdfast("logs", "--rank", "1").stdout
     assert (tmp_path / "runs" / "mine").stat().st_mode & 0o777 == 0o700
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
@@ -105,7 +93,7 @@ def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=BOUND_S)
     assert "Ctrl-C" in said and "it is killed" not in said and "successor" not in said, said
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_a_preloaded_module_is_there_before_the_script(holdfast: Run) -> None:
@@ -119,7 +107,7 @@ def test_a_rank_that_dies_shows_its_last_lines(holdfast: Run, tmp_path: Path) ->
     assert "[rank 1] last words" in result.stdout
     assert "F001: rank 1" in result.stderr and "1 fault" in result.stderr
     assert "F001: all workers were started again" in result.stderr and "training goes on" not in result.stderr
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
@@ -132,7 +120,7 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
     assert "NameError" in Path(report.removeprefix("  report: ")).read_text()
     assert Path(log.removeprefix("  log: ")).read_text().count("NameError") == 1
     assert then.startswith("  next: ") and "holdfast logs" in then
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
@@ -144,7 +132,7 @@ def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
     assert "Ctrl-C" in error and "no session was open" in error and error.count("  next: ") == 1
     assert "--grace-s" not in error
     assert '"agent_ended","data":{"code":76,"step":0}' in (tmp_path / "runs/mine/events.jsonl").read_text()
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
@@ -153,7 +141,7 @@ def test_the_warning_of_a_scheduler_is_graceful(tmp_path: Path, number: signal.S
     process.send_signal(number)
     _, error = process.communicate(timeout=BOUND_S)
     assert process.returncode == 76 and f"asked to exit ({number.name})" in error
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
@@ -164,7 +152,7 @@ def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
     assert process.returncode == 76
     over = holdfast("exit", "mine")
     assert over.returncode == 3 and "error: run mine is over" in over.stderr
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 RAISES = """\

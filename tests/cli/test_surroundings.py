@@ -17,8 +17,8 @@ from holdfast.cli.find import name_of
 from holdfast.exits import Exit
 from holdfast.runtime import rundir
 from holdfast.runtime.rundir import RunDir
-from tests.cli.command import HOLDFAST, Run, clean_environment, on_terminal
-from tests.cli.test_run import BOUND_S, left_behind, script
+from tests.cli.command import HOLDFAST, Run, clean_environment, on_terminal, working_in
+from tests.cli.test_run import BOUND_S, script
 from tests.cli.test_status import Made, swept
 from tests.runtime.runs import until
 
@@ -58,7 +58,7 @@ def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=BOUND_S)
     assert "SIGTERM: leaving" in error and "SIGHUP" not in error
-    assert left_behind(tmp_path) == []
+    assert working_in(tmp_path) == {}
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:

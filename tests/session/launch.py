@@ -2,35 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from tests.cli.command import HOLDFAST
+from holdfast import journal
+from holdfast.drill.excerpt import Excerpt, text
+from holdfast.runtime.rundir import RunDir
+from tests.cli.command import HOLDFAST, working_in
 
-BOUND_S = 120.0
-TORCHRUN_BOUND_S = 100.0
+BOUND_S = 100.0  # below pytest's, which has what a test does beside its job in it
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+EVENTS_MAX = 60
+EVENT_LENGTH_MAX = 200
 
 
 def run_job(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A job of ``nproc`` workers in ``where``; ``stdout`` has both streams."""
-    return _run(where, BOUND_S, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
+    return _run(where, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
 
 
 def run_torchrun(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The same under torchrun."""
-    return _run(where, TORCHRUN_BOUND_S, TORCHRUN, "--standalone", "--nproc-per-node", str(nproc), *arguments)
+    return _run(where, TORCHRUN, "--standalone", "--nproc-per-node", str(nproc), *arguments)
 
 
-def _run(where: Path, bound_s: float, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=where,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=bound_s,
-    )
+def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """To its end. Where the wait fails, what the job said so far is printed, and nothing of it stays."""
+    with tempfile.TemporaryFile() as output:  # a pipe would lose it with the exception
+        job = subprocess.Popen(
+            command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            code = job.wait(BOUND_S)
+        except BaseException:  # pytest's timeout and Ctrl-C are no Exception
+            print(_said(output), *_events(where), _logs(where), sep="\n")
+            _end(where)
+            job.wait()
+            raise
+        return subprocess.CompletedProcess(command, code, _said(output))
+
+
+def _said(output: IO[bytes]) -> str:
+    # Who writes has this place in the file, too: it stays where it is.
+    return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+
+
+def _events(where: Path) -> list[str]:
+    """The last events of each run in ``where``, a line each."""
+    lines = []
+    for log in sorted(where.glob("runs/*/events.jsonl")):
+        events = journal.read(log).events
+        lines.append(f"{log}, {len(events)} events:")
+        for event in events[-EVENTS_MAX:]:
+            line = f"{event.t_mono - events[0].t_mono:8.3f} {event.who} {event.kind} {json.dumps(event.data)}"
+            lines.append(line[:EVENT_LENGTH_MAX])
+    return lines
+
+
+def _logs(where: Path) -> str:
+    """The end of what each worker of these runs printed."""
+    return text([Excerpt.of(log) for log in sorted(where.glob("runs/*/attempt-*/rank-*.log"))])
+
+
+def _end(where: Path) -> None:
+    """Until nobody is left: who still lives may start others."""
+    while left := working_in(where):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for run in where.glob("runs/*"):
+        RunDir(run).remove_pages()

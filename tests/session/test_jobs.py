@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from holdfast.exits import Exit
 from holdfast.store.root import Root
+from tests.session.launch import run_job, run_torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -21,7 +20,6 @@ JOB = str(Path(__file__).with_name("job.py"))
 BIN = Path(sys.executable).parent
 STEPS = 9
 RANKS = 4
-BOUND_S = 100.0
 
 
 class Result:
@@ -43,24 +41,8 @@ def start(launcher: str, where: Path, *arguments: str, flags: tuple[str, ...] = 
     """Run the job with four ranks in ``where``."""
     where.mkdir(exist_ok=True)
     result = where / "result"
-    command = [
-        str(BIN / launcher),
-        *(["run"] if launcher == "holdfast" else []),
-        "--nproc-per-node",
-        str(RANKS),
-        *flags,
-    ]
-    command += [JOB, "--steps", str(STEPS), "--result", str(result), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=where,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BOUND_S,
-    )
+    ran = {"holdfast": run_job, "torchrun": run_torchrun}[launcher]
+    done = ran(where, RANKS, *flags, JOB, "--steps", str(STEPS), "--result", str(result), *arguments)
     return Result(done.returncode, done.stdout, result)
 
 
@@ -141,7 +123,7 @@ def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Re
 def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     """Its own attempts: the second one goes on from the last-gasp of the first."""
     arguments = ("--layout", "hsdp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "0@5")
-    got = start("torchrun", tmp_path, *arguments, flags=("--standalone", "--max-restarts", "2"))
+    got = start("torchrun", tmp_path, *arguments, flags=("--max-restarts", "2"))
     assert got.code == 0, got.output
     assert "resumed at step 5" in got.output
     assert got.digests == bare("hsdp").digests
