@@ -15,7 +15,6 @@ import pytest
 from holdfast.cli.errors import of_the_machine
 from holdfast.cli.find import name_of
 from holdfast.exits import Exit
-from holdfast.runtime import rundir
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment, on_terminal, working_in
 from tests.cli.test_run import BOUND_S, script
@@ -93,8 +92,8 @@ def test_the_next_step_works_where_it_is_shown(
 def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -> None:
     """No file may grow: as where nothing fits any more."""
     run = RunDir(tmp_path / "run")
-    before = set(rundir.SHARED_MEMORY.glob(f"{rundir.PAGES_PREFIX}*"))
-    run.path.parent.mkdir(exist_ok=True)
+    memory = tmp_path / "shm"  # to itself: others start runs meanwhile
+    memory.mkdir()
     code = (
         "import resource, signal, sys; from holdfast.runtime.rundir import RunDir, write_private\n"
         "from holdfast.runtime import rundir\n"
@@ -103,17 +102,18 @@ def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "    return write_private(path, data, **more)\n"
         "rundir.write_private = only_here\n"
+        "rundir.SHARED_MEMORY = rundir.Path(sys.argv[2])\n"
         "RunDir(sys.argv[1]).create()"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(run.path)],
+        [sys.executable, "-c", code, str(run.path), str(memory)],
         capture_output=True,
         text=True,
         check=False,
         timeout=BOUND_S,
     )
-    assert f"no room for status pages in {rundir.SHARED_MEMORY}: File too large" in ended.stderr
-    assert not run.path.exists() and set(rundir.SHARED_MEMORY.glob(f"{rundir.PAGES_PREFIX}*")) <= before
+    assert f"no room for status pages in {memory}: File too large" in ended.stderr
+    assert not run.path.exists() and not list(memory.iterdir())
 
 
 def test_what_the_machine_refuses_is_no_defect() -> None:
