@@ -16,6 +16,9 @@ STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 # OMP_NUM_THREADS for the number of cores.)
 PYTESTS := $(shell test "$$(env -u OMP_NUM_THREADS nproc)" -ge 4 && echo 3 || echo 2)
 
+# The tests start a thousand processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions bench clean storm
 
 help:  ## show this list
