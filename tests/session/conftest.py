@@ -14,19 +14,20 @@ from tests.session.test_jobs import JOB, RANKS, STEPS, Result
 
 
 @pytest.fixture(scope="session")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """The undisturbed bare run of a layout, started once, by whichever worker of pytest-xdist asks first."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
 
-    def run(layout: str) -> Result:
-        result, done = shared / f"bare-{layout}", shared / f"bare-{layout}.done"
-        with (shared / f"bare-{layout}.lock").open("w") as lock:
+    def run(layout: str, ranks: int = RANKS) -> Result:
+        name = f"bare-{layout}-{ranks}"
+        result, done = shared / name, shared / f"{name}.done"
+        with (shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout)
-                assert statuses(RANKS, JOB, *what) == [0] * RANKS
+                assert statuses(ranks, JOB, *what) == [0] * ranks
                 done.touch()
         return Result(0, "", result)
 

@@ -1,4 +1,4 @@
-"""Four real processes: a session equals a bare torch loop bit for bit, disturbed or not, with every launcher."""
+"""Real processes: a session equals a bare torch loop bit for bit, disturbed or not, with every launcher."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class Result:
         self.after = [one["after"] for one in found]
 
 
-def start(launcher: str, where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> Result:
-    """Run the job with four ranks in ``where``."""
+def start(
+    launcher: str, where: Path, *arguments: str, flags: tuple[str, ...] = (), ranks: int = RANKS
+) -> Result:
+    """Run the job in ``where``."""
     where.mkdir(exist_ok=True)
     result = where / "result"
     ran = {"holdfast": run_job, "torchrun": run_torchrun}[launcher]
-    done = ran(where, RANKS, *flags, JOB, "--steps", str(STEPS), "--result", str(result), *arguments)
+    done = ran(where, ranks, *flags, JOB, "--steps", str(STEPS), "--result", str(result), *arguments)
     return Result(done.returncode, done.stdout, result)
 
 
@@ -129,14 +131,15 @@ def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], R
     assert got.digests == bare("hsdp").digests
 
 
-def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[[str], Result]) -> None:
+def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[..., Result]) -> None:
+    """Two ranks: under torchrun each imports torch for itself, in both starts."""
     root = tmp_path / "ckpts"
     arguments = ("--layout", "ddp", "--checkpoint", str(root), "--die", "0@5")
-    first = start("torchrun", tmp_path, *arguments)
+    first = start("torchrun", tmp_path, *arguments, ranks=2)
     assert first.code != 0
     (saved,) = Root(root).list()
     assert saved.valid and saved.step == 5, first.output
     assert saved.save_id is not None and saved.save_id.kind == "last-gasp"
-    second = start("torchrun", tmp_path, *arguments)
+    second = start("torchrun", tmp_path, *arguments, ranks=2)
     assert second.code == 0, second.output
-    assert second.digests == bare("ddp").digests
+    assert second.digests == bare("ddp", 2).digests
