@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.hang import GATHER_S, stragglers
+from holdfast.core.hang import GATHER_S
 from holdfast.core.ids import NodeId
 from holdfast.core.messages import (
     AgentHello,
@@ -24,7 +24,7 @@ from holdfast.core.messages import (
     Tick,
     WorkerHello,
 )
-from holdfast.core.sightings import Evidence, Gather, Late, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.sightings import Evidence, Gather, Late, Moved, RankEvidence, Stalled
 from tests.core.test_controller import NODE, Job
 
 
@@ -262,41 +262,6 @@ def test_all_nodes_must_stand_still_and_all_are_asked() -> None:
     assert job.sent(KillMember) == [], "half of the evidence names nobody"
     job.post(msgspec.structs.replace(found, node_id=nodes[1], ranks=found.ranks[1:]))
     assert [(k.node_id, k.member_id) for k in job.sent(KillMember)] == [(nodes[1], job.members[1])]
-
-
-PACES = [Pace(0, 30, 0.1), Pace(1, 30, 0.1), Pace(2, 30, 0.25), Pace(3, 30, 0.11)]
-
-
-@pytest.mark.parametrize(
-    ("paces", "before", "slow"),
-    [
-        (PACES, set(), {2}),
-        ([Pace(p.rank, 5, p.busy_s) for p in PACES], set(), set()),
-        ([Pace(p.rank, 30, p.busy_s / 100) for p in PACES], set(), set()),
-        ([*PACES[:2], Pace(2, 30, 0.13)], set(), set()),
-        ([*PACES[:2], Pace(2, 30, 0.13)], {2}, {2}),
-        ([Pace(0, 30, 0.5)], set(), set()),
-    ],
-)
-def test_a_straggler_is_slow_for_long_and_by_much(
-    paces: list[Pace], before: set[int], slow: set[int]
-) -> None:
-    assert set(stragglers(paces, before)) == slow
-
-
-def test_a_straggler_is_told_once_and_replaced_only_when_asked() -> None:
-    for limit in (0.0, 2.0):
-        job = Job(world_size=4, replace_slower_than=limit).up()
-        paced = Paced(node_id=NODE, generation=job.generation, ranks=tuple(PACES))
-        job.post(paced)
-        assert job.record("straggler")["rank"] == 2 and job.record("straggler")["ratio"] == 2.5
-        assert [k.member_id for k in job.sent(KillMember)] == ([job.members[2]] if limit else [])
-        if not limit:
-            job.post(paced)
-            assert sum(r.kind == "straggler" for r in job.records) == 1
-            even = tuple(Pace(p.rank, 30, 0.1) for p in PACES)
-            job.post(Paced(node_id=NODE, generation=job.generation, ranks=even))
-            assert job.record("straggler_gone")["rank"] == 2
 
 
 def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:

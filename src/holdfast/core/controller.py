@@ -58,6 +58,7 @@ from holdfast.core.messages import (
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
+from holdfast.core.stragglers import Stragglers
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
 """What counts in the newest generation only."""
@@ -72,6 +73,7 @@ class Controller:
         self.ending = Ending(self.job)
         self.fleet = Fleet(self.job, self.recovery, self.ending, past)
         self.hangs = Hangs(self.job, self.recovery)
+        self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
 
     def start(self, now: float) -> list[Command]:
@@ -108,7 +110,7 @@ class Controller:
             case Evidence():
                 self.hangs.evidence(now, event)
             case Paced():
-                self.hangs.paced(now, event)
+                self.stragglers.paced(event)
             case ExitRun():
                 if event.cancel:
                     self.ending.cancel(event.source)
@@ -198,16 +200,18 @@ class Controller:
 
     def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
         job = self.job
-        job.session = True
+        first, job.session = not job.session, True
         job.root = event.root or job.root
         member.opened_step = event.step
         member.live = event.live
         member.state, member.step = "ready", event.step
         self.ending.remind(member)
         self.recovery.opened(now)
-        gone = len(job.roster.living) < len(job.roster.members)
-        for other in job.roster.members if gone else ():
-            if other.exited is not None and other.opened_step is None and other.finished is None:
+        dead = (
+            job.roster.dead if first else ()
+        )  # until now an end with code 0 was that of a script without one
+        for other in dead:
+            if not self.recovery.faults.blames(other):
                 self.recovery.member_fault(now, other, "exit", "left without a session")
 
     def _layout_published(self, member: Member, event: LayoutPublished) -> None:
@@ -220,7 +224,7 @@ class Controller:
             member_id=EVERYBODY, generation=job.generation, version=event.version, layouts=layouts
         )
         again = event.version == known
-        nodes = {member.node_id} if again else {m.node_id for m in job.roster.living}
+        nodes = {member.node_id} if again else job.roster.nodes
         for node_id in sorted(nodes, key=node_order):
             job.send_node(node_id, catalogued)  # once per node: it is as large as the job
 

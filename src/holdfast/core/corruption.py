@@ -24,6 +24,7 @@ from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.policy import CORRUPTION, Failure
 from holdfast.core.recovery import Recovery
+from holdfast.core.rollcall import Rollcall
 from holdfast.core.sightings import CopiesDiffer, CopyDigest, Vouched, ranks_of
 from holdfast.wording import noun_of, plural
 
@@ -74,6 +75,7 @@ class Corruption:
         self._generation: Generation = NO_GENERATION
         self._told: dict[int, CopiesDiffer] = {}
         self._judged = False
+        self._rollcall = Rollcall()
 
     def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
         """A rank tells its digests, because a vote said that copies differ."""
@@ -85,7 +87,7 @@ class Corruption:
             self._distrust(event.step, member.rank)
             job.timer("copies", job.config.fault_grace_s)
         self._told[member.rank] = event
-        if all(m.rank in self._told for m in job.roster.living):
+        if self._rollcall.all(job.roster.living, lambda m: m.rank in self._told):
             self._judge(now)
 
     def vouched(self, now: float, member: Member, event: Vouched) -> None:

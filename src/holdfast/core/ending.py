@@ -17,6 +17,7 @@ from __future__ import annotations
 from holdfast.core.job import Job
 from holdfast.core.membership import Member, node_order
 from holdfast.core.messages import ExitCancelled, ExitOrder, Finished, MemberExited, Release
+from holdfast.core.rollcall import Rollcall
 from holdfast.exits import Exit
 
 EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
@@ -28,6 +29,7 @@ class Ending:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.stopping: tuple[Exit, str] | None = None
+        self._rollcall = Rollcall()
 
     def start(self) -> None:
         """A request that an earlier controller took has its deadline from this one, too.
@@ -100,7 +102,9 @@ class Ending:
     def release(self) -> None:
         """Let everyone return, if all have finished."""
         job, members = self.job, self.job.roster.members
-        if job.released or len(members) < job.world_size or not all(m.finished for m in members):
+        if job.released or len(members) < job.world_size:
+            return
+        if not self._rollcall.all(members, lambda m: m.finished):
             return
         job.released = True
         steps = [m.finished.step for m in members if m.finished]

@@ -62,12 +62,6 @@ class Fault(msgspec.Struct, kw_only=True):
         else:
             self.passed[phase] = now
 
-    def freed(self, freed_ns: int, now: float) -> None:
-        """A survivor was out of its collective at ``freed_ns`` (CLOCK_MONOTONIC); nonsense is ignored."""
-        freed_s = freed_ns / 1e9 - self.at_s
-        if 0.0 < freed_s <= now - self.at_s:
-            self.freed_s = max(self.freed_s, freed_s)
-
     def identity(self) -> dict[str, Field]:
         """The fields that name the fault in the event log."""
         return {
@@ -89,3 +83,51 @@ class Fault(msgspec.Struct, kw_only=True):
             latest = max(latest, self.passed.get(phase, self.at_s) - self.at_s)
             fields[f"{phase}_s"] = round(latest, 6)
         return fields
+
+
+class Faults:
+    """Those of one recovery. All ranks may raise at once, so nothing looks at all of them for the sake of one."""
+
+    def __init__(self) -> None:
+        self.all: list[Fault] = []  # oldest first
+        self._of: dict[int, list[Fault]] = {}  # by member
+        self._freed_ns = 0
+
+    def add(self, fault: Fault, now: float) -> None:
+        """One more is told."""
+        self.all.append(fault)
+        self._of.setdefault(fault.member_id, []).append(fault)
+        fault.passes("detected", now)
+
+    def blames(self, member: Member) -> bool:
+        """One of them is of this member."""
+        return member.member_id in self._of
+
+    def passes(self, phase: Seen, now: float) -> None:
+        """The job has reached ``phase`` of the recovery."""
+        for fault in self.all:
+            fault.passes(phase, now)
+
+    def exited(self, member: Member) -> None:
+        """A member is gone: its page says where it was."""
+        for fault in self._of.get(member.member_id, ()):
+            if member.exited is not None:
+                fault.phase = fault.phase or member.exited.detail
+
+    def freed(self, freed_ns: int, now: float) -> None:
+        """A survivor was out of its collective at ``freed_ns`` (CLOCK_MONOTONIC); what is yet to come is nonsense."""
+        if freed_ns / 1e9 <= now:
+            self._freed_ns = max(self._freed_ns, freed_ns)
+
+    def cost(self, steps: int) -> None:
+        """So many steps are lost."""
+        for fault in self.all:
+            fault.steps_lost = steps
+
+    def end(self) -> list[dict[str, Field]]:
+        """The job is whole again: what is to be told of each, and no fault is left."""
+        found, freed_s = self.all, self._freed_ns / 1e9
+        for fault in found:
+            fault.freed_s = max(0.0, freed_s - fault.at_s)
+        self.all, self._of, self._freed_ns = [], {}, 0
+        return [fault.summary() for fault in found]

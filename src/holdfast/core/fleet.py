@@ -140,8 +140,7 @@ class Fleet:
         for member in gone:
             if member not in unstarted:
                 self._lose(now, member, "is not there any more")
-        nodes = {m.node_id for m in self.job.roster.living}
-        if self.adopting and not self._returning and nodes <= set(self.job.slots):
+        if self.adopting and not self._returning and self.job.roster.nodes <= self.job.slots.keys():
             self._adopt(now)
             return
         for member in self.job.roster.on_node(node_id):
@@ -176,7 +175,7 @@ class Fleet:
         job = self.job
         if not self.adopting:
             return
-        for node_id in sorted({m.node_id for m in job.roster.living} - set(job.slots)):
+        for node_id in sorted(job.roster.nodes - job.slots.keys()):
             reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
             job.record("node_lost", node=str(node_id), reason=reason)
             self._node_lost(now, node_id, reason)
@@ -260,7 +259,7 @@ class Fleet:
     def _join_library(self, event: WorkerHello) -> Member | None:
         """In library mode the workers come by themselves and bring their ids."""
         job = self.job
-        if any(m.rank == event.rank for m in job.roster.members) or not job.slots:
+        if job.roster.at(event.rank) is not None or not job.slots:
             return None
         if not job.roster.members:
             job.generation = job.roster.generation = event.generation

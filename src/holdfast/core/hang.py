@@ -3,7 +3,7 @@
 Theory. Agents say when all workers of their node are stalled, and when one moves again. Only when every node with a
 living worker says so does the job stand still: then evidence is gathered from all, the culprit is named by a pure
 function, and what follows is an ordinary fault. Killing comes last: a worker that moves while the evidence is gathered
-takes everything back. Slow ranks are another matter: they are measured, told, and replaced only when asked to.
+takes everything back. Slow ranks are another matter (``core/stragglers.py``).
 
 While newcomers start, the others wait for the control plane: each newcomer is judged alone until it asks for its state;
 from then on it may be waiting for others, and only a stopped process is evidence.
@@ -15,8 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 from holdfast.core.culprit import PLACE, Blame, blame, where
 from holdfast.core.fault import Fault
@@ -25,15 +24,11 @@ from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import Field
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import Evidence, Gather, Late, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.sightings import Evidence, Gather, Late, Moved, RankEvidence, Stalled
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
 PATIENCE_S = 2.0  # until the next look when nobody is to blame; doubles
-SLOW_RATIO = 1.5
-SLOW_ENDS_RATIO = 1.25
-SLOW_S_MIN = 0.005
-PACE_SAMPLES_MIN = 16
 QUIET = ("idle", "starting", "resuming")
 """Phases of a recovery in which workers train, or are about to."""
 
@@ -49,8 +44,6 @@ class Hangs:
         self._number = 0
         self._waits = 0
         self._late: Late | None = None  # evidence about it is awaited
-        self._paces: dict[NodeId, Paced] = {}
-        self._slow: set[int] = set()
 
     def stalled(self, now: float, event: Stalled) -> None:
         """All workers of one node stand still."""
@@ -59,8 +52,8 @@ class Hangs:
         if not self._is_evident(event):
             return
         self._stalled[event.node_id] = event
-        nodes = {m.node_id for m in self.job.roster.living}
-        if self._evidence is not None or self._waits or not nodes or not nodes <= set(self._stalled):
+        nodes = self.job.roster.nodes
+        if self._evidence is not None or self._waits or not nodes or not nodes <= self._stalled.keys():
             return
         self.job.record(
             "stalled",
@@ -122,7 +115,7 @@ class Hangs:
         if self._evidence is None or event.number != self._number:
             return
         self._evidence[event.node_id] = event
-        if {m.node_id for m in self.job.roster.living} <= set(self._evidence):
+        if self.job.roster.nodes <= self._evidence.keys():
             self._judge(now)
 
     def tick(self, now: float, name: str) -> bool:
@@ -145,7 +138,7 @@ class Hangs:
     def _gather(self) -> None:
         self._number += 1
         self._evidence = {}
-        for node_id in sorted({m.node_id for m in self.job.roster.living}):
+        for node_id in sorted(self.job.roster.nodes):
             self.job.send_node(node_id, Gather(node_id=node_id, number=self._number))
         self.job.timer("gather", GATHER_S)
 
@@ -193,66 +186,6 @@ class Hangs:
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
             fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
             self.recovery.fault(now, fault)
-
-    # ---------------------------------------------------------------- stragglers
-
-    def paced(self, now: float, event: Paced) -> None:
-        """How fast the workers of one node are: name who holds up the others, and when that is over."""
-        if event.generation != self.job.roster.generation:
-            return
-        self._paces[event.node_id] = event
-        nodes = {m.node_id for m in self.job.roster.living}
-        paces = [p for node_id in sorted(nodes) if node_id in self._paces for p in self._paces[node_id].ranks]
-        slow = stragglers(paces, self._slow)
-        for rank in sorted(slow.keys() - self._slow):
-            busy_s, others_s = slow[rank]
-            self.job.record(
-                "straggler",
-                rank=rank,
-                busy_s=round(busy_s, 6),
-                others_s=round(others_s, 6),
-                ratio=round(busy_s / others_s, 2),
-            )
-        for rank in sorted(self._slow - slow.keys()):
-            self.job.record("straggler_gone", rank=rank)
-        self._slow = set(slow)
-        self._replace(slow)
-
-    def _replace(self, slow: Mapping[int, tuple[float, float]]) -> None:
-        limit = self.job.config.replace_slower_than
-        if not limit or self.recovery.phase != "idle":
-            return
-        for member in self.job.roster.living:
-            busy_s, others_s = slow.get(member.rank, (0.0, 1.0))
-            if busy_s / others_s >= limit:
-                self._slow.discard(member.rank)
-                self._paces.clear()
-                ratio = f"{busy_s / others_s:.1f} times as long as the others"
-                self.job.kill(member, f"is a straggler: its steps take {ratio}")
-                return
-
-
-def stragglers(paces: Sequence[Pace], before: set[int]) -> dict[int, tuple[float, float]]:
-    """Ranks whose steps take much longer than the others', waiting left out.
-
-    Args:
-        paces: of all ranks of the job.
-        before: who was one until now; it takes more to become one than to stay one.
-
-    Returns:
-        For each: its median and the median of the others, in seconds.
-    """
-    known = [p for p in paces if p.samples >= PACE_SAMPLES_MIN]
-    found: dict[int, tuple[float, float]] = {}
-    for one in known:
-        others = [p.busy_s for p in known if p.rank != one.rank]
-        if not others:
-            continue
-        usual_s = median(others)
-        ratio = SLOW_ENDS_RATIO if one.rank in before else SLOW_RATIO
-        if usual_s > 0 and one.busy_s > ratio * usual_s and one.busy_s - usual_s > SLOW_S_MIN:
-            found[one.rank] = (one.busy_s, usual_s)
-    return found
 
 
 def _fields(verdict: Blame, ranks: Sequence[RankEvidence]) -> dict[str, Field]:

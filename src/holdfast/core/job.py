@@ -268,14 +268,17 @@ class Job:
 
     def _start(self, members: Sequence[Member], generation: Generation, resume: str, *, join: bool) -> None:
         host, port = self.hosts.get(self.roster.members[0].node_id, ("", 0))
-        for node in sorted({m.node_id for m in members}, key=node_order):
-            here = tuple(Assignment(m.member_id, m.rank, m.local_rank) for m in members if m.node_id == node)
+        seats: dict[NodeId, list[Assignment]] = {}
+        for member in members:
+            seat = Assignment(member.member_id, member.rank, member.local_rank)
+            seats.setdefault(member.node_id, []).append(seat)
+        for node in sorted(seats, key=node_order):
             order = StartMembers(
                 node_id=node,
                 generation=generation,
                 world_size=self.world_size,
                 attempt=self.attempts - 1,
-                members=here,
+                members=tuple(seats[node]),
                 resume=resume,
                 restart_count=self.attempts - 1,
                 kv_node=self.kv_node,

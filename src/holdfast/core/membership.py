@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -89,10 +90,14 @@ class Roster:
         self._ranks: dict[int, MemberId] = {}
         self._sorted: list[Member] | None = None  # by rank, made at need
         self._living: list[Member] | None = None
+        self._homes: dict[NodeId, list[Member]] | None = None  # the living by node
+        self._dead: list[Member] | None = None
         self.layouts: dict[int, Told] = {}
         self._tables: dict[bytes, bytes] = {}  # one object for equal ones
         self._versions: Counter[Version] = Counter()  # of the layouts
         self.catalogued = NO_VERSION  # the newest version whose catalogue was sent
+        self._layouts: Layouts | None = None  # of all, made at need: each newcomer is told it
+        self._recalled = NO_VERSION  # the last one that was recalled
 
     def seat(self, generation: Generation, members: Iterable[Member]) -> None:
         """Replace all members."""
@@ -112,13 +117,18 @@ class Roster:
             raise InternalError(f"rank {member.rank} or member {member.member_id} is seated already")
         self._members[member.member_id] = member
         self._ranks[member.rank] = member.member_id
-        self._sorted = self._living = None
+        self._sorted = self._living = self._homes = self._dead = None
 
     def bury(self, member: Member, exited: MemberExited) -> None:
         """Its process is gone."""
         place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
         self._living = [*self.living[:place], *self.living[place + 1 :]]
+        homes = self._by_node()
+        homes[member.node_id] = [m for m in homes[member.node_id] if m is not member]
+        if not homes[member.node_id]:
+            del homes[member.node_id]
         member.alive, member.exited = False, exited
+        self._dead = None
 
     def reseat(self, member: Member) -> None:
         """Give the seat of a dead member to its replacement.
@@ -126,7 +136,8 @@ class Roster:
         Raises:
             InternalError: the one who has it lives.
         """
-        before = next(m for m in self.members if m.rank == member.rank)
+        before = self.at(member.rank)
+        assert before is not None
         if before.alive:
             raise InternalError(f"rank {member.rank} is replaced while member {before.member_id} lives")
         del self._members[before.member_id]
@@ -135,6 +146,11 @@ class Roster:
     def get(self, member_id: MemberId) -> Member | None:
         """The member, or None when it does not belong to this roster."""
         return self._members.get(member_id)
+
+    def at(self, rank: int) -> Member | None:
+        """Who has the seat of ``rank``, dead or alive."""
+        member_id = self._ranks.get(rank)
+        return None if member_id is None else self._members[member_id]
 
     @property
     def members(self) -> list[Member]:
@@ -150,9 +166,28 @@ class Roster:
             self._living = [m for m in self.members if m.alive]
         return self._living
 
+    @property
+    def dead(self) -> list[Member]:
+        """Members whose process is gone, by rank; not for changing."""
+        if self._dead is None:
+            self._dead = [m for m in self.members if not m.alive]
+        return self._dead
+
     def on_node(self, node_id: NodeId) -> list[Member]:
-        """Living members of one node, by rank."""
-        return [m for m in self.living if m.node_id == node_id]
+        """Living members of one node, by rank; not for changing."""
+        return self._by_node().get(node_id, [])
+
+    @property
+    def nodes(self) -> KeysView[NodeId]:
+        """Where members live; every node's messages ask."""
+        return self._by_node().keys()
+
+    def _by_node(self) -> dict[NodeId, list[Member]]:
+        if self._homes is None:
+            self._homes = {}
+            for member in self.living:
+                self._homes.setdefault(member.node_id, []).append(member)
+        return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
         """Keep a layout; all layouts when it completes a version.
@@ -174,9 +209,11 @@ class Roster:
 
     def recall(self, catalogued: Catalogued) -> None:
         """What an earlier controller told everybody: layouts of ranks that can no longer say theirs."""
-        for rank, layout in catalogued.layouts.by_rank().items():
-            if rank not in self.layouts:
-                self._keep(rank, catalogued.version, layout, by_itself=False)
+        if catalogued.version != self._recalled:  # every agent has it, and it is as large as the job
+            self._recalled = catalogued.version
+            for rank, layout in catalogued.layouts.by_rank().items():
+                if rank not in self.layouts:
+                    self._keep(rank, catalogued.version, layout, by_itself=False)
         if catalogued.member_id == EVERYBODY:  # else one worker has it
             self.catalogued = max(self.catalogued, catalogued.version)
 
@@ -187,15 +224,21 @@ class Roster:
             self._versions[before.version] -= 1
             self._versions += Counter()  # without those of nobody
         self._versions[version] += 1
-        self.layouts[rank] = Told(version, Layout(layout.own, table), by_itself)
+        told = Told(version, Layout(layout.own, table), by_itself)
+        if before is None or before.layout != told.layout:
+            self._layouts = None
+        self.layouts[rank] = told
 
     def all_layouts(self) -> Layouts:
-        """The newest layout of each rank."""
-        return Layouts.of({rank: told.layout for rank, told in sorted(self.layouts.items())})
+        """The newest layout of each rank; not for changing."""
+        if self._layouts is None:
+            self._layouts = Layouts.of({rank: told.layout for rank, told in sorted(self.layouts.items())})
+        return self._layouts
 
     def forget_layouts(self) -> None:
         """The job has another number of ranks: what was said of the one before is of no use."""
         self.layouts, self._tables, self._versions = {}, {}, Counter()
+        self._layouts, self._recalled = None, NO_VERSION
 
     def check(self) -> None:
         """Raise InternalError when an invariant is broken."""
@@ -238,9 +281,9 @@ def assign(
             ranks[node_id].append(rank)
         else:
             homeless.append(rank)
+    rest = iter(homeless)
     for node_id, count in free.items():
-        here, homeless = homeless[:count], homeless[count:]
-        ranks[node_id] += here
+        ranks[node_id] += islice(rest, count)
     return {
         node_id: tuple(
             Assignment(MemberId(first_member + rank), rank, i) for i, rank in enumerate(sorted(here))

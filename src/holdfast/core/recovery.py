@@ -25,9 +25,9 @@ from typing import Literal
 import msgspec
 
 from holdfast.core.decision import Decided, decide, stands_in
-from holdfast.core.fault import Fault, FaultKind, Seen
+from holdfast.core.fault import Fault, FaultKind, Faults, Seen
 from holdfast.core.gasp import Gasp
-from holdfast.core.ids import NodeId, memory_name
+from holdfast.core.ids import MemberId, NodeId, memory_name
 from holdfast.core.job import Job
 from holdfast.core.ladder import judge
 from holdfast.core.membership import Member
@@ -47,6 +47,7 @@ from holdfast.core.messages import (
 from holdfast.core.phases import PHASES, Phase
 from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict
 from holdfast.core.replacement import Replacement
+from holdfast.core.rollcall import Rollcall
 from holdfast.core.sightings import Vouched
 from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
@@ -67,7 +68,7 @@ class Recovery:
         self.gasp = Gasp(job)
         self.survey = Survey(job, self.replacement, self.gasp)
         self.phase: Phase = "idle"
-        self.faults: list[Fault] = []
+        self.faults = Faults()
         self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
         self.decided: Decided | None = None
         self._reports: dict[int, Settled] = {}
@@ -83,6 +84,7 @@ class Recovery:
         self.vouches: dict[int, Vouched] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
+        self._rollcall, self._openings = Rollcall(), Rollcall()
 
     # ---------------------------------------------------------------- events
 
@@ -136,13 +138,11 @@ class Recovery:
         one; but a newcomer that dies before it has joined is nobody's peer yet: another one takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
-        newcomer = next(
-            (m for m in self.job.roster.members if m.joining and m.member_id == fault.member_id), None
-        )
+        member = self.job.roster.get(MemberId(fault.member_id))
+        newcomer = member if member is not None and member.joining else None
         if newcomer is not None:
             self.replacement.lost += 1
-        self.faults.append(fault)
-        self._pass("detected", now)
+        self.faults.add(fault, now)
         self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
         if self.phase == "fencing":
             self.progress(now)
@@ -156,18 +156,18 @@ class Recovery:
         """A session opened. When it was the last one of this start, it is known where the job was restored
         to."""
         job = self.job
-        if any(m.opened_step is None for m in reversed(job.roster.members)):
+        members = job.roster.members
+        if self._all_opened or len(members) < job.world_size:
             return
-        steps = [m.opened_step for m in job.roster.members if m.opened_step is not None]
-        if self._all_opened or len(steps) < job.world_size:
+        if not self._openings.all(members, lambda m: m.opened_step is not None):
             return
+        steps = [m.opened_step for m in members if m.opened_step is not None]
         self._all_opened = True
         if self.phase in ("retrying", "replacing", "saving", "leaving"):
             return  # said before the decision, heard after it: the decision knows better
         job.unequal = ""  # all stand at a state that was compared
         lost = max(0, job.step - min(steps))
-        for fault in self.faults:
-            fault.steps_lost = lost
+        self.faults.cost(lost)
         job.base_step = job.step = min(steps)
         job.sealed_step = min(job.sealed_step, job.step)
         job.record("session_opened", step=job.step, root=job.root, generation=str(job.roster.generation))
@@ -177,7 +177,7 @@ class Recovery:
             self.member_fault(now, member, "startup", what)
         elif self.phase == "starting":
             self._go("opened")
-            self._pass("restored", now)
+            self.faults.passes("restored", now)
             job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))
             self.progress(now)
 
@@ -192,8 +192,7 @@ class Recovery:
             step=report.step,
             generation=str(report.generation),
         )
-        for fault in self.faults:
-            fault.freed(report.freed_ns, now)
+        self.faults.freed(report.freed_ns, now)
         if report.state == "torn" and self.phase in ("retrying", "replacing", "saving"):
             self.fence(now, f"the update of rank {member.rank} failed")
         elif report.away and self.phase in IN_PLACE:  # it fell after it had answered
@@ -203,9 +202,9 @@ class Recovery:
 
     def offered(self, member: Member, offer: StateOffered) -> None:
         """A survivor serves its state."""
-        self.replacement.offered(member, offer)
-        for newcomer in filter(lambda m: m.joining, self.job.roster.living):
-            self.remind(newcomer)
+        if self.replacement.offered(member, offer) and self.phase == "replacing":
+            for newcomer in filter(lambda m: m.joining, self.job.roster.living):
+                self.remind(newcomer)
 
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
         """What a rank has in memory is damaged, and gone now, or no newcomer can join: decide again without it."""
@@ -259,10 +258,8 @@ class Recovery:
 
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
-        for fault in self.faults:
-            if fault.member_id == member.member_id and member.exited is not None:
-                fault.phase = fault.phase or member.exited.detail
-        if self.phase == "saving" and member.rank in self.gasp.writing | self.unvouched:
+        self.faults.exited(member)
+        if self.phase == "saving" and (member.rank in self.gasp.writing or member.rank in self.unvouched):
             self.fence(now, f"rank {member.rank} is gone, its share of the save is not written")
         else:
             self.progress(now)
@@ -280,11 +277,11 @@ class Recovery:
             for member in living:
                 if self.phase == "fencing" and member.rank not in self._reports:
                     self.job.kill(member, f"did not settle within {self.job.config.quiesce_s:g} s")
-                elif self.phase == "retrying" and not self._stands_at(member, self.job.step):
+                elif self.phase == "retrying" and not self._is_there(member):
                     self.job.kill(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
         elif name == "join" and self.phase == "replacing":
             for member in living:
-                if member.joining or not self._stands_at(member, self.job.step):
+                if member.joining or not self._is_there(member):
                     self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "offer" and self.phase == "replacing":
             self.replacement.late()
@@ -315,28 +312,26 @@ class Recovery:
 
     def progress(self, now: float) -> None:
         """Take whatever step the facts allow."""
-        roster = self.job.roster
-        members, living = roster.members, roster.living
+        members, living = self.job.roster.members, self.job.roster.living
+        have_all = self._rollcall.all
         if self.phase == "fencing":
-            # Who is being killed may have answered before: it counts when it is gone.
-            awaited = (m for m in living if (m.failed is not None and not m.stays) or m.is_excused)
-            if all(m.rank in self._reports for m in living) and not any(awaited) and not self._let_go():
+            if have_all(living, self._has_answered) and not self._let_go():
                 torn = [m for m in living if self._reports[m.rank].state == "torn"]
                 if not self.replacement.remove(torn):
                     self._plan(now)
         elif self.phase == "retrying":
-            if all(self._stands_at(m, self.job.step) for m in living):
+            if have_all(living, self._is_there):
                 self._resume_in_place(now)
         elif self.phase == "replacing":
-            if all(m.alive and not m.joining and self._stands_at(m, self.job.step) for m in members):
+            if have_all(members, lambda m: m.alive and not m.joining and self._is_there(m)):
                 self._resume_in_place(now)
         elif self.phase == "leaving":
             if not living:
                 self._gone(now)
         elif self.phase == "starting":
-            if self.faults and not self.job.session and all(m.started for m in members):
+            if self.faults.all and not self.job.session and have_all(members, lambda m: m.started):
                 self._recovered(now)
-        if self.phase == "resuming" and all(m.reached or m.finished for m in members):
+        if self.phase == "resuming" and have_all(members, lambda m: m.reached or m.finished):
             self._go("reached")
             self.job.record("resumed", step=self.job.step, generation=str(self.job.generation))
             self._recovered(now)
@@ -362,7 +357,7 @@ class Recovery:
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
         self._reason = reason
-        self._pass("fenced", now)
+        self.faults.passes("fenced", now)
         job.record("fenced", generation=str(generation), reason=reason, dead_ranks=dead)
         for name in ("grace", "gasp", "startup", "join", "offer"):
             job.cancel(name)
@@ -380,17 +375,17 @@ class Recovery:
 
     def _plan(self, now: float) -> None:
         job = self.job
-        self._pass("quiesced", now)
+        self.faults.passes("quiesced", now)
         job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
         decided = self.decided = decide(self.survey.reports(self._reports), job.sealed_step)
         if decided.step is not None:
             job.step = decided.step
-        situation = self.survey.situation(decided, self._reports, self.faults)
+        situation = self.survey.situation(decided, self._reports, self.faults.all)
         if self._ends is None:
             verdict = judge(now, situation, job.answered, job.config)
         else:
             verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
-        self._pass("planned", now)
+        self.faults.passes("planned", now)
         job.record(
             "planned",
             generation=str(job.generation),
@@ -508,12 +503,19 @@ class Recovery:
             return Leave(member_id=who, generation=generation, code=int(code), reason=self._reason)
         return None
 
-    def _stands_at(self, member: Member, step: int) -> bool:
+    def _has_answered(self, member: Member) -> bool:
+        """Who is being killed may have answered before: it counts when it is gone."""
+        if member.is_excused or (member.failed is not None and not member.stays):
+            return False
+        return member.rank in self._reports
+
+    def _is_there(self, member: Member) -> bool:
+        """It stands at the step of the decision, or can go back to it."""
         report = self._reports.get(member.rank)
         if report is None or report.state not in ("ready", "aborted", "finished"):
             return False
         going_back = self._rewind >= 0 and self.decided is not None and report.step == self.decided.step
-        return report.step == step or going_back
+        return report.step == self.job.step or going_back
 
     def _resume_in_place(self, now: float) -> None:
         job = self.job
@@ -522,7 +524,7 @@ class Recovery:
         for name in ("quiesce", "join", "startup", "offer"):
             job.cancel(name)
         job.roster.generation = job.generation
-        self._pass("restored", now)
+        self.faults.passes("restored", now)
         job.record(
             "generation_started",
             generation=str(job.generation),
@@ -537,8 +539,7 @@ class Recovery:
         if self._rewind >= 0 and self.decided is not None:
             self.replacement.went_back(self._rewind)
             lost = (self.decided.step or 0) - job.step
-        for fault in self.faults:
-            fault.steps_lost = lost
+        self.faults.cost(lost)
         job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))
         for member in job.roster.living:
             member.reached = False
@@ -582,16 +583,11 @@ class Recovery:
     # ---------------------------------------------------------------- restored -> resumed
 
     def _recovered(self, now: float) -> None:
-        self._pass("resumed", now)
-        for fault in self.faults:
-            self.job.record("recovered", **fault.summary())
-        self.faults = []
+        self.faults.passes("resumed", now)
+        for summary in self.faults.end():
+            self.job.record("recovered", **summary)
         self.replacement.clear()
         self.gasp.clear()
-
-    def _pass(self, phase: Seen, now: float) -> None:
-        for fault in self.faults:
-            fault.passes(phase, now)
 
     def _go(self, event: str) -> None:
         target = PHASES.get((self.phase, event))

@@ -31,9 +31,10 @@ class Replacement:
         self.job = job
         self.lost = 0  # newcomers of this recovery that were lost before they joined
         self.refusal = ""  # why one of them cannot join
-        self._sources: frozenset[int] = frozenset()
+        self._awaited: set[int] = set()  # sources that have not offered
         self._kept = False  # newcomers take what those before them left in memory
         self._offers: dict[int, StateOffered] = {}
+        self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
         self._offered_s = 0.0  # in which they come
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
 
@@ -90,9 +91,9 @@ class Replacement:
         for member in dead:
             if member.exited is not None and not member.joining:
                 self._pages[member.rank] = member.exited
-        self._sources = frozenset(sources)
+        self._awaited = set(sources)
         self._kept = kept
-        self._offers = {}
+        self._offers, self._addresses = {}, None
         self._seat(dead)
         # What was kept is read first, which may take long.
         self._offered_s = self.job.config.gasp_s if kept else self.job.config.offer_s
@@ -101,7 +102,7 @@ class Replacement:
     def late(self) -> None:
         """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
         for member in self.job.roster.living:
-            if member.rank in self._sources - set(self._offers):
+            if member.rank in self._awaited:
                 self.job.kill(member, f"did not give its state within {self._offered_s:g} s")
 
     def again(self, newcomer: Member) -> bool:
@@ -118,20 +119,25 @@ class Replacement:
         job.timer("startup", job.config.startup_s)
         job.timer("join", job.config.startup_s)
 
-    def offered(self, member: Member, offer: StateOffered) -> None:
-        """A survivor serves its state."""
+    def offered(self, member: Member, offer: StateOffered) -> bool:
+        """A survivor serves its state; True when newcomers can be told, or are to be told anew."""
         self._offers[member.rank] = offer
+        self._addresses = None
+        self._awaited.discard(member.rank)
+        return not self._awaited
 
     def receive(self, member: Member) -> Receive | None:
         """The order that a newcomer waits for; None while a source is missing or it has not asked."""
         job = self.job
-        if not member.asked or self._sources - set(self._offers):
+        if not member.asked or self._awaited:
             return None
+        if self._addresses is None:
+            self._addresses = {str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())}
         return Receive(
             member_id=member.member_id,
             generation=job.generation,
             step=job.step,
-            sources={str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())},
+            sources=self._addresses,
             layouts=job.roster.all_layouts(),
             version=job.roster.agreed(job.world_size),
             local=self.local_of(member),
@@ -182,4 +188,4 @@ class Replacement:
         self.lost = 0
         self.refusal = ""
         self._pages = {}
-        self._offers = {}
+        self._offers, self._addresses = {}, None

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.decision import Decided, Report, decide
 from holdfast.core.fault import Fault, FaultKind
 from holdfast.core.gasp import Gasp
+from holdfast.core.ids import MemberId
 from holdfast.core.job import Job
-from holdfast.core.membership import Member
 from holdfast.core.memory import NONE, kept_by, newest_complete, replacement_step
 from holdfast.core.messages import Settled
 from holdfast.core.phases import NO_PAGE
@@ -85,7 +85,7 @@ class Survey:
             if room < job.world_size
             else "",
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
-            causes=tuple(sorted({_cause_of(f, members) for f in faults if "planned" not in f.passed})),
+            causes=tuple(sorted({self._cause_of(f) for f in faults if "planned" not in f.passed})),
             room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
             if room > job.world_size
             else "",
@@ -139,6 +139,11 @@ class Survey:
             return f"{noun_of(len(missing), 'rank')} {', '.join(map(str, missing[:8]))} published no layout"
         return self.job.uncovered(self.job.roster.all_layouts(), sources)
 
+    def _cause_of(self, fault: Fault) -> str:
+        member = self.job.roster.get(MemberId(fault.member_id))
+        gone = member is not None and member.exited is not None and member.exited.detail == NO_PAGE
+        return "node" if gone else CAUSE_OF.get(fault.kind, "other")
+
     def _unpublished(self) -> list[int]:
         """Ranks whose layout nobody knows, or knows any more: no newcomer can be told what to hold in their seats."""
         return [rank for rank in range(self.job.world_size) if rank not in self.job.roster.layouts]
@@ -157,11 +162,6 @@ CAUSE_OF: dict[FaultKind, str] = {
 """What ``--on-fault cause:rung`` calls each kind; the rest is ``other``."""
 
 
-def _cause_of(fault: Fault, members: Sequence[Member]) -> str:
-    gone = any(m.member_id == fault.member_id and m.exited and m.exited.detail == NO_PAGE for m in members)
-    return "node" if gone else CAUSE_OF.get(fault.kind, "other")
-
-
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """The exceptions that caused this, unless a death came first or they are what a lost peer causes; of several ranks
     that raised the same, the first."""
@@ -169,5 +169,7 @@ def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     if any(f.kind not in OWN_DOING for f in found):
         return ()
     causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
-    distinct = {(failure.digest, failure.step): failure for failure in reversed(causes)}
-    return tuple(sorted(distinct.values(), key=causes.index))[:FAILURES_MAX]
+    distinct: dict[tuple[str, int], Failure] = {}
+    for failure in causes:
+        distinct.setdefault((failure.digest, failure.step), failure)
+    return tuple(distinct.values())[:FAILURES_MAX]
