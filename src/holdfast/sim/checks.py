@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 from holdfast.core.decision import Report, committed_floor
-from holdfast.core.ids import Generation, SaveId, Version
+from holdfast.core.ids import EVERYBODY, Generation, SaveId, Version
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import AgentHello, Message, RankState, Record, Resume, Settle
 from holdfast.core.spares import is_spare
@@ -31,6 +33,7 @@ class Scene(Protocol):
     """What the checks may look at."""
 
     now: float
+    events: int
     store: Store
     memory: Memory
     save_errors: int
@@ -51,6 +54,7 @@ class Checks:
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
+        self._resumed: tuple[int, Resume] | None = None  # the event that was looked at, and what was told
         self.distrusted = False  # copies differ: everything starts again
         self._catalogues: dict[Version, Layouts] = {}
         self._plans: dict[SaveId, Version] = {}
@@ -157,7 +161,14 @@ class Checks:
             raise Violation("updates_what_it_holds", text)
 
     def resuming(self, resume: Resume) -> None:
-        """The job goes on in place: every seat must be taken by a rank that holds the step."""
+        """The job goes on in place: every seat must be taken by a rank that holds the step.
+
+        All ranks are told in one event, in which none of them moves: one look serves them all.
+        """
+        told = msgspec.structs.replace(resume, member_id=EVERYBODY)
+        if self._resumed == (self.scene.events, told):
+            return
+        self._resumed = (self.scene.events, told)
         for rank, worker in sorted(self.scene.seated.items()):
             machine = worker.machine
             here = machine.state in ("ready", "aborted", "finished") and machine.step == resume.step

@@ -7,6 +7,7 @@ at any commit; a newcomer may lack what the one before it had.
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Protocol
 
 from holdfast.core.ids import NO_VERSION, MemberId, SaveId, Version
@@ -22,6 +23,12 @@ CATALOGUE_TIMEOUT_S = 15.0
 CONTENTS = 3
 CHANGES = 0.5  # per step, of all ranks together
 NEWCOMERS_THAT_DIFFER = 0.3
+
+
+@cache
+def _text(ranks: range) -> str:
+    """Thousands of ranks say the same."""
+    return ranks_text(ranks)
 
 
 class Owner(Protocol):
@@ -118,7 +125,7 @@ class Holding:
 
     def copy(self, differs: bool) -> CopyDigest:
         """What this rank says of its copy when it is asked."""
-        return CopyDigest(ranks_text(self._sharers()), "w", 7 + differs)
+        return CopyDigest(_text(self._sharers()), "w", 7 + differs)
 
     def _tell(self, telling: Telling | None) -> None:
         owner = self._owner
