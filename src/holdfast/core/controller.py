@@ -207,11 +207,13 @@ class Controller:
         member.state, member.step = "ready", event.step
         self.ending.remind(member)
         self.recovery.opened(now)
-        dead = (
-            job.roster.dead if first else ()
-        )  # until now an end with code 0 was that of a script without one
-        for other in dead:
-            if not self.recovery.faults.blames(other):
+        # Until now an end with code 0 was that of a script without a session.
+        for other in job.roster.dead if first else ():
+            if (
+                other.opened_step is None
+                and other.finished is None
+                and not self.recovery.faults.blames(other)
+            ):
                 self.recovery.member_fault(now, other, "exit", "left without a session")
 
     def _layout_published(self, member: Member, event: LayoutPublished) -> None:
