@@ -1,8 +1,8 @@
 """A loop over epochs, with a loop over steps in each; what comes after an epoch changes the learning rate.
 
 ``python epoch_job.py WAY [RANK:STEP[:changed]]``. WAY: ``stepping`` (a scheduler's step) or ``plateau`` (a validation
-that all ranks add up decides); ``before``: one loop over steps, and the schedule goes on before a block. Killed in the
-block of STEP, or when the learning rate has changed before it.
+that all ranks add up decides); ``before``: one loop over steps, and the schedule goes on before a block; ``apart``: the
+ranks do not meet there. Killed in the block of STEP, or when the learning rate has changed before it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 3
 class Job:
     """Model, data and the fault of one run."""
 
-    def __init__(self, kill: str) -> None:
+    def __init__(self, kill: str, *, apart: bool) -> None:
+        self._apart = apart
         dist.init_process_group("gloo")
         self.rank, self._kill = dist.get_rank(), kill
         torch.manual_seed(0)
@@ -49,8 +51,13 @@ class Job:
 
     def changed(self, step: int) -> None:
         """The learning rate has: all meet."""
+        if self._apart:
+            time.sleep(
+                0.3 if self._kill.startswith(f"{self.rank}:") else 0
+            )  # the others have come to their block
         self.struck(step, ":changed")
-        dist.barrier()
+        if not self._apart:
+            dist.barrier()
 
     def learn(self, step: holdfast.Step) -> None:
         """Its block."""
@@ -76,7 +83,7 @@ class Job:
 
 def main(way: str, kill: str) -> None:
     """Train."""
-    job, history = Job(kill), list[float]()
+    job, history, one_loop = Job(kill, apart=way == "apart"), list[float](), way in ("before", "apart")
     plateau = lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
     halving = lr_scheduler.StepLR(job.optimizer, 1, 0.5)
     scheduler: Any = plateau if way == "plateau" else halving
@@ -84,14 +91,14 @@ def main(way: str, kill: str) -> None:
     loader = DataLoader(TensorDataset(job.x, job.y), 4, sampler=sampler)
     arguments = {"model": job.model, "optimizer": job.optimizer, "scheduler": scheduler}
     with holdfast.session(**arguments, checkpoint="ckpt", state={"history": history}) as s:
-        if way == "before":
+        if one_loop:
             for step in s.steps(loader, epochs=EPOCHS):
                 if step.number and step.number % EPOCH_STEPS == 0 and not step.again:
                     history.append(float(step.number))
                     scheduler.step()
                     job.changed(step.number)
                 job.learn(step)
-        for epoch in () if way == "before" else range(EPOCHS):
+        for epoch in () if one_loop else range(EPOCHS):
             sampler.set_epoch(epoch)
             for step in s.steps(loader, epochs=1):
                 job.learn(step)

@@ -16,10 +16,10 @@ JOB = str(Path(__file__).with_name("behind_job.py"))
 Calm = Callable[..., list[str]]
 
 
-def run(where: Path, *arguments: str) -> tuple[int, str, list[str]]:
+def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[int, str, list[str]]:
     """Exit code, output, and what each of two workers told."""
     where.mkdir(exist_ok=True)
-    done = run_job(where, 2, JOB, *arguments, "--result", "result")
+    done = run_job(where, 2, *flags, JOB, *arguments, "--result", "result")
     return done.returncode, done.stdout, [json.loads(p.read_text()) for p in sorted(where.glob("result/*"))]
 
 
@@ -57,6 +57,14 @@ def test_a_kill_leaves_the_bits_as_they_are(
     assert "wrong copy" not in output, output
     if "fsdp" not in arguments:
         assert ", 0 steps lost" in output, output
+
+
+def test_what_came_before_a_loop_is_in_what_all_start_again_from_in_it(tmp_path: Path, calm: Calm) -> None:
+    """The survivors have come into the next loop: what they did on the way is not done again, nor taken back."""
+    kill = ("--loops", "--kill", "1:8:behind")
+    code, output, told = run(tmp_path, *kill, flags=("--on-fault", "restart"))
+    assert code == 0 and "restart last gasp" in output, output
+    assert told == calm("--loops"), output
 
 
 def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path, calm: Calm) -> None:

@@ -56,6 +56,7 @@ def test_a_scheduler_steps_once_after_each_epoch(
     [
         ("stepping", "1:6:changed", ()),
         ("before", "0:6:changed", ()),
+        ("apart", "0:6:changed", ()),  # a newcomer would have the schedule of after, and let it go on
         ("before", "1:6", ("--on-fault", "restart")),  # in the block that follows
     ],
 )

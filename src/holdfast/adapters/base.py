@@ -161,7 +161,7 @@ class Adapter(Protocol):
         """
 
     def remember(self, step: int) -> None:
-        """A loop is over: what the script does now, before ``step``, may change the same."""
+        """A loop is over, or begins: what the script does from now on, before ``step``, may change the same."""
 
     def begin(self, step: int) -> None:
         """Seed the generators and copy what forward changes."""

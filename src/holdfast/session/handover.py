@@ -3,7 +3,8 @@
 Theory. When only the lost ranks are replaced, every survivor that stands at the decided step serves its state as it was
 at the last commit (what an aborted block changed is read from the copies made when it began) until the job resumes.
 A newcomer has built the same model without peers; it fills its own boxes from identical ones of the survivors, takes
-the plain values from one of them and its rank-local values from the page of the rank that it replaces.
+the plain values from one of them and its rank-local values from the page of the rank that it replaces. What the script
+does before the block of the step: ``given.py``.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     fetch(sources, wanted, token)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
-    return Resumed(Path("peers"), order.step, values["session"], local, local.get("begun") == order.step)
+    begun = local.get("begun") == order.step and bool(values["at_block"])
+    return Resumed(Path("peers"), order.step, values["session"], local, begun)
 
 
 def _holders(

@@ -72,7 +72,7 @@ class Rank:
     Attributes:
         goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
-        behind: where the script is that may change the state, behind a block or a loop (``behind.py``).
+        behind: where the script is that may change the state: behind a block or a loop, or out before a block.
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
@@ -87,7 +87,7 @@ class Rank:
         self.away = False
         self.rewind = -1
         self.goes_back = False
-        self.behind: Literal["", "block", "loop"] = ""
+        self.behind: Literal["", "block", "loop", "out"] = ""
         self._out = False  # the main thread is in the script, between a step of the loop and its block
         self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
@@ -224,8 +224,13 @@ class Rank:
     def stand(self, behind: Literal["", "block", "loop"]) -> None:
         """The main thread is behind a block or a loop now, or back at the boundary."""
         with self.changed:
-            self.behind = behind
+            self.behind, self._out = behind, False
             self.changed.notify_all()
+
+    @property
+    def at_block(self) -> bool:
+        """The script was given a step, and waits to begin its block."""
+        return self._out and not self.behind
 
     def stray(self) -> None:
         """The script does not come back to its loop: tell so, for a decision without it. Call with the lock held."""
@@ -340,7 +345,7 @@ class Rank:
         """READY -> COMPUTE; False when a fence came first."""
         with self.changed:
             begun = self.machine.begin()
-            self._out = self._out and not begun
+            self._out, self.behind = self._out and not begun, ""
         if begun:
             self._block_started_ns = time.monotonic_ns()
             self._waited_ns = 0
@@ -503,7 +508,7 @@ class Rank:
         """The loop gives a step to the script; False when a recovery came first: the job may be elsewhere now."""
         with self.changed:
             if not self.fenced:
-                self._out = True
+                self._out, self.behind = True, "out"
                 return True
         self.await_resume()
         return False

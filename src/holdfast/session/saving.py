@@ -28,6 +28,7 @@ from holdfast.core.sightings import CopyDigest, Vouched
 from holdfast.core.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.runtime.client import Client
+from holdfast.session.given import Given
 from holdfast.session.handover import Giver
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
@@ -80,6 +81,9 @@ class Saver:
         tier: what this rank keeps in memory.
         lineage: this run, and those that it came from.
         watched: a launcher reads the event log, and tells what was saved.
+
+    Attributes:
+        given: what newcomers get.
     """
 
     def __init__(
@@ -120,13 +124,14 @@ class Saver:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
+        self.given = Given(rank, adapter)
         self._giver: Giver | None = None
         if rank.client is not None:
             self._giver = Giver(
                 rank.client,
                 self._await_boundary,
                 self._collected_to_give,
-                values,
+                self._values_to_give,
                 tier.verify,
                 rank.refuse,
             )
@@ -184,9 +189,12 @@ class Saver:
 
     def _collected_to_give(self, frozen: bool) -> Collected:
         """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
-        collected = self._adapter.collect(frozen=frozen)
+        collected = self.given.collect(frozen)
         self._votes.tell(collected)
         return collected
+
+    def _values_to_give(self, collected: Collected) -> dict[str, object]:
+        return {**self._values(collected), "at_block": self.given.at_block}
 
     def _plan(self) -> tuple[Catalogue, Plan]:
         """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
@@ -427,7 +435,12 @@ class Saver:
             return rank.state == "aborted"
 
     def _await_script(self, settle: Settle) -> None:
-        """The script may be behind the block, or the loop, of the step: what it does there is a part of the state."""
+        """The script may be behind the block, or the loop, of the step: what it does there is a part of the state.
+
+        What it does before the block of the step is not, but a newcomer need not do what this rank has (``given.py``).
+        """
+        if self._rank.behind == "out" and (settle.then != "replace" or self.given.by_framework):
+            return
         rank, deadline_s = self._rank, time.monotonic() + SCRIPT_TIMEOUT_S
         while rank.behind and not rank.away and rank.machine.fenced == settle.generation:
             if time.monotonic() > deadline_s:

@@ -444,6 +444,7 @@ class Session:
     def framework_stands(self) -> None:
         """The loop is another library's: what it has done before its next block, setting itself up first, is done."""
         self._between.leave()
+        self._saver.given.by_framework = True
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
