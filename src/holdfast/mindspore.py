@@ -25,14 +25,13 @@ from holdfast.adapters.mindspore.gate import Relay
 from holdfast.adapters.mindspore.state import Slice
 from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
+from holdfast.session.framework import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
 from holdfast.session.step import Step
 from holdfast.store.policy import Kept, SaveWhen
 
 __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
-
-STEPS_MAX = 2**62
 
 
 def guard(optimizer: Any) -> Any:
@@ -94,7 +93,8 @@ def session(
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
         checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
-        state: plain values that travel in checkpoints.
+        state: the user's own, by name: plain values, NumPy arrays, MindSpore parameters and tensors, containers
+            of these, and objects with ``state_dict`` and ``load_state_dict``. Put back in place where that can be.
         slices: this rank's parts of parameters that ranks share, by parameter name.
 
     Raises (when it is entered):
@@ -126,6 +126,8 @@ def session(
 class Callback(ms.train.Callback):  # type: ignore[misc]
     """Protects a ``Model.train``. ``model.train(5, dataset, callbacks=[c], initial_epoch=c.resume(dataset))``.
 
+    It comes first among the callbacks.
+
     Args:
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``.
@@ -147,6 +149,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._exit_directory = Path(exit_directory)
         self._session = session(self._cell, **options)
         self._steps: Iterator[Step] | None = None
+        self._given: Step | None = None  # and not begun
         self._step: Step | None = None
         self._placed = False
 
@@ -167,7 +170,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
                 "resume() was called before on this callback", hint="one Callback per Model.train"
             )
         self._session.__enter__()
-        self._steps = self._session.steps(until=STEPS_MAX)
+        self._steps = steps_of_framework(self._session)
         self._placed = True
         dataset.set_init_step(self.step)
         return int(self.step // dataset.get_dataset_size())
@@ -199,10 +202,16 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
             )
         run_context.original_args().cur_step_num = self.step
 
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """What callbacks do here is before the block of the epoch's first step; later in an epoch it was done."""
+        assert self._steps is not None
+        if self.step % run_context.original_args().batch_num == 0:
+            self._given = next(self._steps)
+
     def on_train_step_begin(self, run_context: Any) -> None:
         """Open the step."""
         assert self._steps is not None
-        step = next(self._steps)
+        step, self._given = self._given or next(self._steps), None
         step.__enter__()
         self._step = step
 

@@ -20,14 +20,13 @@ from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place
 from holdfast.adapters.tensorflow.data import Source, dataset_of
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.session.api import configure_logging
+from holdfast.session.framework import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
 from holdfast.session.step import Step
 from holdfast.store.policy import Kept, SaveWhen
 
 __all__ = ["callback", "fit", "session"]
-
-STEPS_MAX = 2**62
 
 
 def session(
@@ -55,7 +54,8 @@ def session(
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
-        state: plain values that travel in checkpoints.
+        state: the user's own, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
+            of these, and objects with ``state_dict`` and ``load_state_dict``. Put back in place where that can be.
 
     Raises (when it is entered):
         UnsupportedError: TensorFlow's version, strategy or device.
@@ -98,12 +98,19 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, opened: Session) -> None:
         super().__init__()
         self._session = opened
-        self._steps: Iterator[Step] = opened.steps(until=STEPS_MAX)
+        self._steps: Iterator[Step] = steps_of_framework(opened)
+        self._given: Step | None = None  # and not begun
         self.open: Step | None = None
+        self.epoch_steps = 0  # 0: as many as Keras is told
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """What callbacks do here is before the block of the epoch's first step; later in an epoch it was done."""
+        if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
+            self._given = next(self._steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Open the step."""
-        step = next(self._steps)
+        step, self._given = self._given or next(self._steps), None
         step.__enter__()
         self.open = step
 
@@ -150,6 +157,7 @@ def fit(
         )
     with session(model, strategy=strategy, **options) as opened:
         steps = callback(opened)
+        steps.epoch_steps = steps_per_epoch
         try:
             while opened.step < epochs * steps_per_epoch and not opened.exiting:
                 epoch, batch = divmod(opened.step, steps_per_epoch)

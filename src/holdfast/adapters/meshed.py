@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,17 @@ BETWEEN = 1 << 40
 """Steps from here on are seeds of what is drawn between two blocks."""
 
 
-class Meshed:
+class State(Protocol):
+    """The state of such an adapter."""
+
+    def take_before(self, step: int) -> None:
+        """Copy what the script may change before it enters the block of ``step``."""
+
+
+Kept = TypeVar("Kept", bound=State)
+
+
+class Meshed(Generic[Kept]):
     """Part of an :class:`holdfast.adapters.base.Adapter`.
 
     Args:
@@ -26,6 +37,7 @@ class Meshed:
     """
 
     scaled = False
+    state: Kept
 
     def __init__(self, rank: int, world_size: int, seed: int) -> None:
         self.rank = rank
@@ -88,11 +100,14 @@ class Meshed:
         return mixed
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed Python and NumPy."""
+        """Seed Python and NumPy, and copy what the script may change."""
         self._reseed(BETWEEN + step)
+        if not again:
+            self.remember(step)
 
     def remember(self, step: int) -> None:
-        """Nothing: these collect the state as it is."""
+        """Copy learning rates and the user's state."""
+        self.state.take_before(step)
 
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
 from holdfast.store.layout import Box, RankLayout, Shape, TensorMeta
 from holdfast.store.reader import Target
+from holdfast.store.writer import TensorSource
 
 DTYPE_NAMES: dict[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -21,6 +23,15 @@ DTYPE_NAMES: dict[str, str] = {
 """Store names by NumPy dtype name; the last six exist where ``ml_dtypes`` is installed."""
 
 Array = NDArray[np.generic]
+_KINDS = {name: kind for kind, name in DTYPE_NAMES.items()}
+
+
+def dtype_named(name: str) -> np.dtype[np.generic] | None:
+    """NumPy's dtype of a store name; None when there is none here."""
+    try:
+        return np.dtype(_KINDS[name])
+    except (KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,16 @@ class NumpyState:
             Target(s.fqn, s.box, DTYPE_NAMES[s.array.dtype.name], _bytes(s.array), s.shape)
             for s in self.shards
         ]
+
+
+def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]]:
+    """Every box with its writable bytes (``adapters.base.Restore.buffers``)."""
+    return [(TensorMeta(t.fqn, t.dtype, t.shape, t.box), t.buffer) for t in NumpyState(shards).targets()]
+
+
+def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
+    """One per box: for frameworks that do not count what is written (``adapters.base.CountsWrites``)."""
+    return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
 
 
 def _bytes(array: Array) -> memoryview:

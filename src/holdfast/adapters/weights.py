@@ -76,9 +76,9 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     and extra state of modules of others, and what the user's own state has on another rank alone; these have names that
     no tensor of a model has.
     """
-    if "framework" in values:  # not torch: values that name no tensors
-        return {name for name in names if name.startswith("optimizer.")}
-    found = {str(name) for name in _tensors_of(values)}
+    if "framework" in values:  # not torch: values that name no tensors but the user's
+        return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))
+    found = tensors_of(values)
     starts = tuple(f"optimizer.{name}." for name in values.get("optimizers") or ())
     own = tuple(f"state.{name}." for name in values.get("state") or ())
     for name in names:
@@ -89,14 +89,14 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     return found
 
 
-def _tensors_of(values: Mapping[str, Plain]) -> list[Plain]:
-    """What stands for the tensors that values name."""
-    found: list[Plain] = []
+def tensors_of(values: Mapping[str, Plain]) -> set[str]:
+    """Names of the tensors that values name."""
+    found: set[str] = set()
 
     def note(stands_for: Plain) -> Any:
         while isinstance(stands_for, dict):
             stands_for = stands_for["array"]
-        found.append(stands_for)
+        found.add(str(stands_for))
 
     join({key: values.get(key) for key in ("modules", "optimizers", "schedulers", "scaler", "state")}, note)
     return found

@@ -45,7 +45,16 @@ class Bare(nn.Cell):  # type: ignore[misc]
 
 
 class Watch(ms.train.Callback):  # type: ignore[misc]
-    """Prints each step, slowly enough to be hit; ``JOB_DIE`` and ``JOB_CUT`` (RANK@STEP) hit from the inside, once."""
+    """Prints each step, slowly enough to be hit; the learning rate falls with each epoch.
+
+    ``JOB_DIE`` and ``JOB_CUT`` (RANK@STEP) hit from the inside, once.
+    """
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """A schedule that follows from what the rate is."""
+        for parameter in run_context.original_args().train_network.get_parameters():
+            if parameter.name == "learning_rate":
+                ops.assign(parameter, ms.Tensor(parameter.asnumpy() * np.float32(0.5)))
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Faults."""

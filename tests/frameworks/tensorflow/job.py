@@ -99,7 +99,7 @@ def main() -> None:
             batches,
             epochs=EPOCHS,
             steps_per_epoch=EPOCH_STEPS,
-            callbacks=[Watch()],
+            callbacks=[Watch(), tf.keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)],
             strategy=strategy,
             fit_options={"verbose": 0},
             **options,

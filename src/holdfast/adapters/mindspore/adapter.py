@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdfast.adapters.base import Aborted, Feed, Hooks
 from holdfast.adapters.meshed import Meshed
 from holdfast.adapters.mindspore.gate import Gate, Relay
-from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice
+from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice, assign
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
@@ -33,12 +33,12 @@ MODES = ("stand_alone", "data_parallel")
 OPTIMIZER = "optimizer"
 
 
-class MindSporeAdapter(Meshed):
+class MindSporeAdapter(Meshed[MindSporeState]):
     """See :class:`holdfast.adapters.base.Adapter`.
 
     Args:
         cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
-        extras: plain values that travel in checkpoints.
+        extras: the user's own state.
         seed: of Python's, NumPy's and MindSpore's default generators at each step.
         slices: this rank's parts of parameters that ranks share.
         redo: aborts the open step and begins it again; called inside the graph after a fault.
@@ -67,10 +67,10 @@ class MindSporeAdapter(Meshed):
         graph = ms.get_context("mode") == ms.GRAPH_MODE
         self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
-        self._held = -1
         self._alone = False  # a newcomer that has not joined yet
         self._rehearsed = False
         self._passed = False
+        self._in_gate = False  # the graph runs, and waits for the gate
         self._buffers: NDArray[Any] | None = None
 
     # ------------------------------------------------------------------ hooks
@@ -122,13 +122,21 @@ class MindSporeAdapter(Meshed):
                 total = vector if self._alone else self._summed(vector)
                 self._hooks.update(OPTIMIZER)
             except (PeerLost, Aborted):
-                self._redo()
+                self._again()
             else:
                 break
         self._passed = True
         if self._buffer_numel:
             self._buffers = total[len(total) - self._buffer_numel :].copy()
         return total
+
+    def _again(self) -> None:
+        """The block begins again here, with its gradients: what it did so far stands."""
+        self._in_gate = True
+        try:
+            self._redo()
+        finally:
+            self._in_gate = False
 
     def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
         """Mean of the gradients, and rank 0's buffers."""
@@ -160,11 +168,11 @@ class MindSporeAdapter(Meshed):
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The state now, or at the start of the current step."""
-        return self.state.collect(frozen=frozen)
+        return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
-        """MindSpore's optimizers have all their state from the start."""
-        return len(self.state.metas)
+        """Of the user's own state: MindSpore's optimizers have all theirs from the start."""
+        return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch."""
@@ -181,11 +189,10 @@ class MindSporeAdapter(Meshed):
 
     def begin(self, step: int) -> None:
         """Seed and copy; nothing when the same step begins again inside the graph, after forward has run."""
-        if step == self._held:
+        if self._in_gate:
             return
         self._passed = False
         self.state.take()
-        self._held = step
         ms.manual_seed(self._reseed(step) % 2**31)
 
     def shield(self) -> None:
@@ -206,7 +213,6 @@ class MindSporeAdapter(Meshed):
         Raises:
             StepError: the gate was not passed: weights changed without a vote.
         """
-        self._held = -1
         if not self._passed:
             raise StepError(
                 "the gradients of this step did not pass the gate",
@@ -219,15 +225,18 @@ class MindSporeAdapter(Meshed):
             piece = self._buffers[start : start + parameter.size]
             start += parameter.size
             if self.rank != 0:
-                value = piece.reshape(parameter.shape)
-                parameter.set_data(ms.Tensor(value, dtype=parameter.dtype))
+                assign(parameter, piece.reshape(parameter.shape))
 
     def release(self) -> None:
-        """The step is over."""
-        self._held = -1
+        """Nothing."""
 
     def abort(self) -> None:
-        """Nothing to undo: no weight moved, and the gate keeps the gradients."""
+        """Put back what is no weight; in the gate nothing: it keeps the gradients, and no weight has moved.
+
+        Nor after MindSpore's own group broke, when operators may not end: this process will be replaced.
+        """
+        if not self._in_gate and not (self._native and self.poisoned):
+            self.state.put_back()
 
     # ------------------------------------------------------------------ groups
 

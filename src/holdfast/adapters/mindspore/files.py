@@ -9,7 +9,7 @@ and stride. Any other layout (uneven parts, no grid) has no such description and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from holdfast.adapters.imported import write_imported
 from holdfast.adapters.mindspore.state import MindSporeState
-from holdfast.adapters.numpy import DTYPE_NAMES
+from holdfast.adapters.numpy import dtype_named
+from holdfast.adapters.weights import joined_values, tensors_of
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
 from holdfast.store.group_info import GroupInfo, encode_group_info
 from holdfast.store.layout import Box, Catalogue, TensorEntry
@@ -31,9 +32,6 @@ from holdfast.store.root import resolve
 
 PREFIX = "optimizer."
 STEP_NAMES = ("global_step", "step_num")
-_NUMPY = {
-    name: np.dtype(kind) for kind, name in DTYPE_NAMES.items() if not kind.startswith(("bfloat", "float8"))
-}
 
 Format = Literal["ckpt", "safetensors"]
 
@@ -68,8 +66,11 @@ def export_checkpoint(
 
 def _export(source: Opened, target: Path, name: str, form: Format) -> list[Path]:
     catalogue = source.index.catalogue
-    held = {rank: _boxes_of(catalogue, rank) for rank in range(catalogue.world)}
-    strategy = _strategy(catalogue, held)
+    users = tensors_of(
+        {"state": joined_values(source).get("state")}
+    )  # no parameters: MindSpore has no place for them
+    held = {rank: _boxes_of(catalogue, rank, users) for rank in range(catalogue.world)}
+    strategy = _strategy([t for t in catalogue.tensors if t.fqn not in users], held)
     written = []
     for rank, boxes in held.items():
         own = target / f"rank_{rank}"
@@ -134,10 +135,12 @@ def _step_in(loaded: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _boxes_of(catalogue: Catalogue, rank: int) -> dict[str, Box]:
-    """The box of each tensor that a rank holds."""
+def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box]:
+    """The box of each tensor that a rank holds, but those of the user's own state."""
     boxes: dict[str, Box] = {}
     for tensor, box, _ in catalogue.held_by(rank):
+        if tensor.fqn in users:
+            continue
         if tensor.fqn in boxes:
             raise StateError(
                 f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
@@ -154,10 +157,10 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
     for tensor in catalogue.tensors:
         if tensor.fqn not in boxes:
             continue
-        if tensor.dtype not in _NUMPY:
+        if (dtype := dtype_named(tensor.dtype)) is None:
             raise StateError(f"tensor {tensor.fqn!r}: type {tensor.dtype} cannot be exported")
         box = boxes[tensor.fqn]
-        array = arrays[tensor.fqn] = np.empty(box.sizes, _NUMPY[tensor.dtype])
+        array = arrays[tensor.fqn] = np.empty(box.sizes, dtype)
         data = array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray(0))
         targets.append(Target(tensor.fqn, box, tensor.dtype, data, tensor.shape))
     load_into(source, targets, known=[t.fqn for t in catalogue.tensors if t.fqn not in arrays])
@@ -167,16 +170,16 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
 # ---------------------------------------------------------------- strategy files
 
 
-def _strategy(catalogue: Catalogue, held: Mapping[int, Mapping[str, Box]]) -> bytes:
-    """MindSpore's ParallelStrategyMap for all tensors."""
+def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Box]]) -> bytes:
+    """MindSpore's ParallelStrategyMap for all parameters."""
     message = ParallelStrategyMap()
     message.current_stage = 0
-    for tensor in catalogue.tensors:
+    for tensor in tensors:
         if not all(tensor.fqn in boxes for boxes in held.values()):
             raise StateError(
                 f"tensor {tensor.fqn!r} is not on every rank: MindSpore describes that by pipeline stages"
             )
-        matrix, mapping = describe(tensor, [held[rank][tensor.fqn] for rank in range(catalogue.world)])
+        matrix, mapping = describe(tensor, [held[rank][tensor.fqn] for rank in range(len(held))])
         item = message.parallel_layout_item.add()
         item.param_name = tensor.fqn.removeprefix(PREFIX)
         layout = item.parallel_layouts

@@ -5,10 +5,12 @@ statistics, optimizer slots, step counters. Weights and large slots move only af
 gradients pass; moving statistics move in forward, and counters (``global_step``, Adam's beta powers) whenever the graph
 likes, because they do not depend on gradients. So the latter two are copied when a step begins, and a state asked for
 while the step is open takes them from the copies. In PYNATIVE mode a read from another thread waits for operators under
-way, which may never end: there everything is copied.
+way, which may never end: there everything is copied. What a script may change between two steps is one number each
+(learning rates, counters) and its own state (``adapters/extras.py``): copied also when the script is given the step. A
+compiled graph hears only of what ``assign`` writes: ``set_data`` is seen by Python alone.
 
 Invariants:
-1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph did since.
+1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph or the script did since.
 2. A read of a parameter that is not copied is possible while the main thread hangs in an operator (GRAPH mode).
 """
 
@@ -19,9 +21,11 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+from mindspore import ops
 from numpy.typing import NDArray
 
-from holdfast.adapters.numpy import DTYPE_NAMES, NumpyState, Shard
+from holdfast.adapters.extras import NOTHING_BEFORE, NOTHING_TAKEN, Before, Extras, Taken
+from holdfast.adapters.numpy import DTYPE_NAMES, NumpyState, Shard, digests, metas_to_fill
 from holdfast.adapters.values import Plain
 from holdfast.errors import CheckpointMismatch, StateError
 from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta
@@ -49,47 +53,54 @@ class Slice:
 class Collected:
     """The state at one moment. Arrays are read from the framework when they are asked for."""
 
-    def __init__(self, state: MindSporeState, copies: Mapping[str, Array]) -> None:
+    def __init__(self, state: MindSporeState, copies: Mapping[str, Array], extras: Taken) -> None:
         self.values: dict[str, Plain] = {
             "optimizers": {},
             "schedulers": {},
-            "state": state.extras_plain(),
+            "state": extras.plain,
             "framework": "mindspore",
         }
+        if both := sorted(state.metas.keys() & extras.arrays.keys()):
+            raise StateError(f"two tensors are called {both[0]!r}", hint="rename the one in state={...}")
         self._state = state
         self._copies = copies
+        self._extras = extras
+        self._users = NumpyState.whole(extras.arrays)
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Bytes of one box of this rank. Raises: StateError."""
+        if fqn in self._extras.arrays:
+            return self._users.view(fqn, box)
         shard = self._state.shard(fqn, self._copies)
         return NumpyState([shard]).view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
         """The boxes that this rank holds."""
-        return RankLayout(rank, tuple(self._state.metas.values()), world_size)
+        return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
+
+    def writes(self) -> tuple[int, ...]:
+        """Digests: MindSpore does not count (``adapters.base.CountsWrites``)."""
+        return digests(self, self.layout(0, 1))
 
 
 class Restore:
     """A load under way: filled arrays first, then the parameters."""
 
-    def __init__(self, state: MindSporeState, values: Mapping[str, Plain]) -> None:
+    def __init__(self, state: MindSporeState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
-        self._values = values
         self._arrays = {fqn: np.empty_like(state.read(fqn)) for fqn in state.metas}
+        self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
         """Every box to fill."""
-        own = NumpyState(self._state.placed(fqn, array) for fqn, array in self._arrays.items())
-        return [
-            (meta, target.buffer)
-            for meta, target in zip(self._state.metas.values(), own.targets(), strict=True)
-        ]
+        own = [self._state.placed(fqn, array) for fqn, array in self._arrays.items()]
+        return metas_to_fill([*own, *NumpyState.whole(self._users).shards])
 
     def finish(self) -> None:
         """Put the arrays into the parameters."""
         for fqn, array in self._arrays.items():
             self._state.write(fqn, array)
-        self._state.load_extras(self._values.get("state", {}))
+        self._put()
 
 
 class MindSporeState:
@@ -98,7 +109,7 @@ class MindSporeState:
     Args:
         cell: the training cell (network and optimizer).
         optimizer: its optimizer; the parameters that it adds are named ``optimizer.NAME``.
-        extras: plain values that travel too.
+        extras: the user's own state.
         slices: parameters of which this rank holds a part, by name; an optimizer slot lies like its parameter.
         copy_all: copy everything at each step begin (PYNATIVE).
 
@@ -115,13 +126,15 @@ class MindSporeState:
         *,
         copy_all: bool,
     ) -> None:
-        self.extras = extras
+        self.extras = Extras(extras, Tensors())
         self.buffers: list[Any] = []
         self._parameters: dict[str, Any] = {}
         self._copied: dict[str, Array] = {}
+        self._taken = NOTHING_TAKEN
         slots = {id(p) for p in optimizer.get_parameters()} - {id(p) for p in optimizer.parameters}
         trained = {id(p) for p in optimizer.parameters}
         early: list[str] = []
+        single: list[str] = []
         for parameter in cell.get_parameters():
             if parameter.name in IGNORED:
                 continue
@@ -136,7 +149,11 @@ class MindSporeState:
                 self.buffers.append(parameter)
             if copy_all or (id(parameter) not in trained and (not slot or parameter.size <= SMALL_NUMEL)):
                 early.append(fqn)
+            if slot and parameter.size == 1:
+                single.append(fqn)
         self._early = tuple(early)
+        self._single = tuple(single)
+        self._before = NOTHING_BEFORE
         self.metas = {fqn: self._meta(fqn, slices) for fqn in self._parameters}
 
     def _meta(self, fqn: str, slices: Mapping[str, Slice]) -> TensorMeta:
@@ -164,8 +181,8 @@ class MindSporeState:
             ) from error
 
     def write(self, fqn: str, array: Array) -> None:
-        """Set the parameter."""
-        self._parameters[fqn].set_data(ms.Tensor(array.reshape(self._parameters[fqn].shape)))
+        """Set the parameter, also for a graph that is compiled."""
+        assign(self._parameters[fqn], array.reshape(self._parameters[fqn].shape))
 
     def placed(self, fqn: str, array: Array) -> Shard:
         """``array`` as the box of this rank."""
@@ -179,12 +196,29 @@ class MindSporeState:
         return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
 
     def take(self) -> None:
-        """Copy what the coming step may change before its vote."""
-        self._copied = {fqn: self.read(fqn).copy() for fqn in self._early}
+        """Copy what the coming step, or the script in it, may change before its vote."""
+        self._copied = self._copies_of(self._early)
+        self._taken = self.extras.take()
 
-    def collect(self, *, frozen: bool) -> Collected:
-        """The state now, or at the start of the open step."""
-        return Collected(self, self._copied if frozen else {})
+    def put_back(self) -> None:
+        """What :meth:`take` has copied."""
+        for fqn, array in self._copied.items():
+            self.write(fqn, array)
+        self.extras.put(self._taken)
+
+    def take_before(self, step: int) -> None:
+        """Copy what the script may change before it enters the block of ``step``."""
+        self._before = Before(step, self._copies_of(self._single), self.extras.take())
+
+    def _copies_of(self, names: tuple[str, ...]) -> dict[str, Array]:
+        return {fqn: self.read(fqn).copy() for fqn in names}
+
+    def collect(self, *, frozen: bool, before: int = -1) -> Collected:
+        """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
+        copies = self._copied if frozen else {}
+        if self._before.step == before:
+            return Collected(self, {**copies, **self._before.arrays}, self._before.extras)
+        return Collected(self, copies, self._taken if frozen else self.extras.take())
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch: of another framework."""
@@ -193,15 +227,37 @@ class MindSporeState:
                 "the checkpoint was not written by a MindSpore training",
                 hint="holdfast.mindspore.import_checkpoint(...) takes MindSpore's own files",
             )
-        return Restore(self, values)
+        return Restore(self, catalogue, values)
 
-    def extras_plain(self) -> dict[str, Plain]:
-        """The extra values."""
-        return dict(self.extras)
 
-    def load_extras(self, values: Mapping[str, Plain]) -> None:
-        """Put extra values back, in place."""
-        self.extras.update(values)
+class Tensors:
+    """Parameters and tensors in the user's own state (``adapters.extras.Tensors``)."""
+
+    def owns(self, item: Any) -> bool:
+        """It is one."""
+        return isinstance(item, ms.Tensor)
+
+    def read(self, item: Any) -> Array:
+        """Its values."""
+        return np.asarray(item.asnumpy())
+
+    def make(self, array: Array) -> Any:
+        """A new one."""
+        return ms.Tensor(array)
+
+    def fill(self, current: Any, value: Any) -> bool:
+        """Only a parameter is set in place."""
+        if not isinstance(current, ms.Parameter) or not isinstance(value, ms.Tensor):
+            return False
+        if current.shape != value.shape or current.dtype != value.dtype:
+            return False
+        assign(current, value.asnumpy())
+        return True
+
+
+def assign(parameter: Any, array: Array) -> None:
+    """Set a parameter so that a compiled graph sees it."""
+    ops.assign(parameter, ms.Tensor(array, dtype=parameter.dtype))
 
 
 def _belongs(fqn: str, name: str) -> bool:

@@ -1,8 +1,8 @@
 """TensorFlow 2 behind the interface of ``adapters/base.py``: job level.
 
 A step is ``train_step`` as a whole. It votes when it has ended here; committed means that all workers got through it. A
-broken strategy cannot be repaired in a running process, so every fault restarts the workers, from host copies of the
-last committed step.
+broken strategy cannot be repaired in a running process, so every fault restarts the workers, from the state of the last
+committed step: host copies where the step after it had begun.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ VERSION_MIN = (2, 16)
 STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 
 
-class TensorFlowAdapter(Meshed):
+class TensorFlowAdapter(Meshed[TensorFlowState]):
     """See :class:`holdfast.adapters.base.Adapter`. Nothing of TensorFlow's is hooked: the step votes at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).
         optimizer: its optimizer.
         strategy: the strategy in whose scope both were made; None for one process.
-        extras: plain values that travel in checkpoints.
-        seed: of Python's, NumPy's and TensorFlow's generators at each step (eager operations).
+        extras: the user's own state.
+        seed: of Python's and NumPy's generators at each step.
 
     Raises:
         UnsupportedError: version, strategy or device.
@@ -78,12 +78,12 @@ class TensorFlowAdapter(Meshed):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
-        """The last committed step: from the host copies, whatever the variables hold now."""
-        return Collected(self.state.copies, self.state.extras)
+        """The state now, or at the start of the current step."""
+        return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
-        """The optimizer is built from the start."""
-        return len(self.state.copies)
+        """Of the user's own state: the optimizer is built from the start."""
+        return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch."""
@@ -103,9 +103,8 @@ class TensorFlowAdapter(Meshed):
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators."""
-        if step == 0 or not self.state.copies:
-            self.state.take()
+        """Seed the generators, copy everything."""
+        self.state.take()
         self._reseed(step)
 
     def shield(self) -> None:
@@ -130,13 +129,14 @@ class TensorFlowAdapter(Meshed):
         """All workers got through the step: its result counts."""
         if self.rank != 0:
             self.state.write(self._shared)
-        self.state.take()
 
     def release(self) -> None:
         """Nothing."""
 
     def abort(self) -> None:
-        """Nothing to undo: the copies hold the state before the step, and this process will be replaced."""
+        """Put everything back; after a fault that is done for nothing: this process will be replaced."""
+        if not self.poisoned:
+            self.state.put_back()
 
     # ------------------------------------------------------------------ groups
 

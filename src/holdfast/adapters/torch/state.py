@@ -27,6 +27,8 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.adapters.extras import tell_other_names
+from holdfast.adapters.filling import has_state
 from holdfast.adapters.torch.boxes import (
     DTYPES,
     TORCH_DTYPES,
@@ -237,9 +239,9 @@ class TorchState:
         refuse_in_backward(self.names.parameters)
         refuse_undeclared(self.names.parameters)
         self.optimizers = {n: OptimizerState(n, o, self.names.parameters) for n, o in optimizers.items()}
-        self.schedulers = by_name(schedulers, "scheduler", _has_state)
+        self.schedulers = by_name(schedulers, "scheduler", has_state)
         self.scaler = scaler
-        if scaler is not None and not _has_state(scaler):
+        if scaler is not None and not has_state(scaler):
             raise UsageError(
                 f"scaler is a {type(scaler).__name__}, without state_dict()",
                 hint="scaler=torch.amp.GradScaler(...); anything else goes into state={...}",
@@ -321,17 +323,17 @@ class TorchState:
         return {
             name: item
             for name, item in self.extras.items()
-            if not (_has_state(item) or isinstance(item, GENERATORS))
+            if not (has_state(item) or isinstance(item, GENERATORS))
         }
 
     def objects(self) -> dict[str, Any]:
         """What the user gave that has a ``state_dict``."""
-        return {name: item for name, item in self.extras.items() if _has_state(item)}
+        return {name: item for name, item in self.extras.items() if has_state(item)}
 
     def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
         if name in known:
             return known[name]
-        return item.state_dict() if _has_state(item) else item
+        return item.state_dict() if has_state(item) else item
 
     def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
         return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
@@ -413,20 +415,16 @@ class Restore:
                 self._finish.append(functools.partial(module.set_extra_state, value))
 
     def _prepare_extras(self, saved: Mapping[str, Plain]) -> None:
+        generators = {name for name, _ in self._state.generators}
+        tell_other_names(self._state.extras.keys() - generators, saved.keys() - generators)
         for name, item in self._state.extras.items():
-            if isinstance(item, GENERATORS):
+            if isinstance(item, GENERATORS) or name not in saved:
                 continue
-            if name not in saved:
-                log.warning(
-                    "holdfast: the checkpoint holds no state called %r; it keeps its initial value", name
-                )
-            elif _has_state(item):
+            if has_state(item):
                 self._load(f"state.{name}", item, saved[name])
             else:
                 value = self._value(item, saved[name], f"state.{name}")
                 self._finish.append(functools.partial(self._set_plain, name, value))
-        for name in saved.keys() - self._state.extras.keys():
-            log.warning("holdfast: the checkpoint holds state called %r, which this run does not have", name)
 
     def _set_plain(self, name: str, value: Any) -> None:
         self._state.extras[name] = put_into(self._state.extras[name], value)
@@ -522,7 +520,3 @@ def _overflows(data: torch.Tensor, dtype: torch.dtype) -> bool:
     ):  # it has an infinity; torch turns that of others into the largest number of an 8-bit dtype
         magnitude = magnitude[magnitude.isfinite()]
     return bool((magnitude > limit).any())
-
-
-def _has_state(item: Any) -> bool:
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

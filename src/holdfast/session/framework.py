@@ -1,0 +1,23 @@
+"""Steps of a framework that drives its own loop, and asks for each when it comes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.errors import InternalError
+from holdfast.session.session import Session
+from holdfast.session.step import Step
+
+STEPS_MAX = 2**62
+
+
+def steps_of_framework(session: Session) -> Iterator[Step]:
+    """All steps of the job.
+
+    What the framework and its callbacks do from here to the first of them (``on_epoch_begin``) they do in each process
+    that starts again, and it is in the state already. So it stands between two loops of the session, the first of which
+    has no steps: there it counts once (``loop.py``).
+    """
+    for step in session.steps(until=0):
+        raise InternalError(f"step {step.number} of a loop without steps")
+    return session.steps(until=STEPS_MAX)

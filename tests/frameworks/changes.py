@@ -1,0 +1,82 @@
+"""What jobs change outside of their blocks, and where they are struck: once.
+
+Where: ``mid`` of a block; ``term`` there (SIGTERM); ``behind`` it; ``changed``, when the change is made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.session import saving
+
+EPOCHS, EPOCH_STEPS = 3, 3
+LONG_S = 1.5
+"""A script that is struck between two loops stays there for longer than it is waited for."""
+
+
+class Counted:
+    """An object of the user's with state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's objects have it."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse."""
+        self.count = state["count"]
+
+
+class Changes:
+    """``python JOB.py WAY [RANK:STEP:WHERE]``. WAY: where the change is made.
+
+    ``behind`` a block, ``before`` it, in the ``block``, or ``between`` two loops.
+
+    Attributes:
+        state: for the session.
+        fields: an array that the script holds, too.
+    """
+
+    def __init__(self, rank: int, holder: Any) -> None:
+        self.way, self._kill = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+        self.rank = rank
+        self.history: list[float] = []
+        self.fields = np.zeros(3)
+        self.counted = Counted()
+        self.state = {
+            "history": self.history, "fields": self.fields, "counted": self.counted, "holder": holder,
+        }  # fmt: skip
+        saving.SCRIPT_TIMEOUT_S = 0.3 if self.way == "between" and self._kill else saving.SCRIPT_TIMEOUT_S
+
+    def made(self, step: int) -> None:
+        """The change of plain values."""
+        self.history.append(float(step))
+        self.fields += step
+        self.counted.count += 1
+
+    def struck(self, step: int, where: str) -> None:
+        """Once in the job."""
+        rank, _, place = self._kill.partition(":")
+        if place != f"{step}:{where}" or Path("struck").exists():
+            return
+        if rank != str(self.rank):
+            time.sleep(LONG_S if self.way == "between" else 0)
+            return
+        time.sleep(0.4)  # the others have made their change, too
+        Path("struck").touch()
+        os.kill(os.getpid(), signal.SIGTERM if where == "term" else signal.SIGKILL)
+        time.sleep(0.1)
+
+    def told(self, digest: str, holder: float, rate: float) -> None:
+        """The end of this rank."""
+        end = (self.history, self.fields.tolist(), self.counted.count, round(holder, 9), round(rate, 9))
+        print("end", digest, end, flush=True)

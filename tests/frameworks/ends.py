@@ -1,0 +1,41 @@
+"""Runs of the jobs that change something outside of their blocks (``changes.py``), each to its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.frameworks.launched import Launched
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+WORLD = 2
+
+
+class Ends:
+    """What the ranks of a framework's runs end with; undisturbed ones are started once."""
+
+    def __init__(self, framework: str, folder: Path) -> None:
+        self._framework = framework
+        self._folder = folder
+        self._known: dict[str, list[str]] = {}
+
+    def calm(self, way: str) -> list[str]:
+        """Of the undisturbed run: the same on all ranks."""
+        if way not in self._known:
+            self._known[way], _ = self.of(self._folder / way, way)
+            assert len(set(self._known[way])) == 1
+        return self._known[way]
+
+    def of(
+        self, folder: Path, *arguments: str, flags: tuple[str, ...] = (), code: int = 0, name: str = "t"
+    ) -> tuple[list[str], str]:
+        """Of the last attempt of one run; and its output."""
+        env = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        job = str(HERE / self._framework / "changes_job.py")
+        run_flags = ("--framework", self._framework, "--nproc-per-node", str(WORLD), *flags)
+        with Launched(folder, *run_flags, job, *arguments, env=env, name=name) as run:
+            assert run.wait() == code, run.output
+            found = run.said(r"\nend (.*)\n")
+            assert len(found) == (0 if code else WORLD), run.output
+            return found, run.output
