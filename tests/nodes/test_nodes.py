@@ -30,6 +30,23 @@ def net() -> Iterator[Network]:
         yield network
 
 
+LATE = """
+import sys, time
+from pathlib import Path
+from holdfast.runtime.client import Client
+client, go = Client.current(), Path(sys.argv[0]).with_name("enough")
+if client.rank == 0:
+    client.kv("set", ("result",), b"42")
+else:
+    while not go.exists():
+        time.sleep(0.01)
+    reply = client.kv("wait", ("result",), timeout_s=10)
+    print("got", client.kv("get", ("result",)).value, client.kv("add", ("n",), amount=2).number, reply.error)
+    sys.exit(0 if reply.ok else 9)
+"""
+"""Rank 0 leaves a key behind and ends; the others read it when there is a file ``enough``."""
+
+
 def alone(base: Path, steps: int) -> str:
     """Digest of the same training on one node, undisturbed."""
     script = base / "alone.py"
@@ -52,6 +69,23 @@ def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Pat
         assert "seals a checkpoint" in hosts.output(0), "two nodes: what a loss means is said at the start"
         assert all(os.stat(hosts.run(i).path / "token").st_mode & 0o077 == 0 for i in (0, 1))
         assert not hosts.pids(0) and not hosts.pids(1)
+
+
+@pytest.mark.parametrize("killed", [None, 0, 1])
+def test_the_keys_are_served_until_the_last_node_is_done(
+    net: Network, tmp_path: Path, killed: int | None
+) -> None:
+    """The last worker of the node that has them is gone, and so is the agent of one of the two nodes."""
+    with Hosts(net, tmp_path, "2", LATE) as hosts:
+        hosts.start(1, 0)
+        assert hosts.wait_event(1, "member_exited").data["rank"] == 0
+        if killed is not None:
+            os.kill(int(hosts.events(killed, "agent_started")[-1].data["pid"]), signal.SIGKILL)
+            hosts.wait_event(killed, "agent_started", 2)
+        hosts.let_end()
+        assert [hosts.wait(0), hosts.wait(1)] == [0, 0], hosts.output(1)
+        assert "got b'42' 2" in hosts.output(1)
+        assert not hosts.events(0, "detected"), "it was done at once, by the workers that were there"
 
 
 def test_a_name_that_is_known_late_and_has_a_dead_address_first(net: Network, tmp_path: Path) -> None:

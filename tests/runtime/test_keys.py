@@ -64,6 +64,34 @@ def test_one_node_owns_the_keys_and_a_lost_question_is_asked_again(tmp_path: Pat
     assert not away.wire, "it is answered"
 
 
+def test_a_new_start_of_all_begins_with_its_first_request(tmp_path: Path) -> None:
+    """Whichever node hears of it first; what is on its way since the start before counts no more."""
+    home, away = Node(A, HERE, tmp_path), Node(B, THERE, tmp_path)
+    for node in (home, away):
+        node.keys.begin(0)
+    home.keys.request(HERE, add(1))
+    away.keys.request(THERE, add(1))
+    stray, away.wire = away.wire, []
+    away.keys.begin(1)
+    away.keys.request(MemberId(4), add(1))
+    away.deliver(home, B)
+    home.keys.begin(1)
+    home.keys.heard(B, stray[0][1])
+    home.keys.request(MemberId(3), add(1))
+    home.keys.request(HERE, KvRequest(request_id=9, op="get", keys=("count",)))
+    assert home.heard[-1].value == b"2", "one of each that lives"
+
+
+def test_the_successor_of_an_agent_asks_where_the_keys_are(tmp_path: Path) -> None:
+    Node(B, THERE, tmp_path).keys.begin(0)
+    successor = Keys(
+        B, KvServer.open(tmp_path / "node1.log"), lambda to, reply: True, lambda to, what: sent.append(to)
+    )
+    sent: list[NodeId] = []
+    successor.request(THERE, add(1))
+    assert sent == [A]
+
+
 def test_a_worker_that_is_gone_is_answered_nothing(tmp_path: Path) -> None:
     home, away = Node(A, HERE, tmp_path), Node(B, THERE, tmp_path)
     away.keys.request(THERE, add(1))

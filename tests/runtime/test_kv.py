@@ -104,8 +104,22 @@ def test_limits_and_a_log_that_is_shortened(tmp_path: Path, monkeypatch: Any) ->
     assert (tmp_path / "kv").stat().st_size < 20_000, "a tenth of what was asked, and the newest answers"
     assert anne.one("set", "big", value=bytes(2000)).error == "full"
     assert Caller(KvServer.open(tmp_path / "kv"), BERT).one("get", "k").value == b"399" * 50
-    anne.server.clear()
-    assert anne.one("count").number == 0 and (tmp_path / "kv").stat().st_size == 0
+
+
+def test_the_keys_go_once_when_all_start_again(tmp_path: Path) -> None:
+    anne = Caller(KvServer.open(tmp_path / "kv"), ANNE)
+    anne.server.begin(0)
+    anne.server.live_at("node1")
+    assert anne.one("set", "k", value=b"1").ok
+    anne.ask("wait", "never", timeout_s=1.0)
+    anne.server.begin(0)
+    assert anne.one("count").number == 1, "said again"
+    successor = KvServer.open(tmp_path / "kv")
+    assert (successor.attempt, successor.home) == (0, "node1")
+    successor.begin(1)
+    assert Caller(successor, BERT).one("count").number == 0 and successor.expire(99.0) == []
+    third = KvServer.open(tmp_path / "kv")
+    assert (third.attempt, third.home) == (1, "node1") and Caller(third, BERT).one("count").number == 0
 
 
 def test_a_change_from_before_the_log_was_shortened_is_not_made_twice(

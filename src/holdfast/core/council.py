@@ -62,10 +62,12 @@ class PeerRefused(Message, frozen=True):
 
 
 class KvForward(Message, frozen=True):
-    """A key-value request of a worker, for the agent that owns the key space of its generation."""
+    """A key-value request of a worker, for the agent that owns the key space of its generation; ``attempt``: which
+    start of all workers it belongs to."""
 
     member_id: MemberId
     request: KvRequest
+    attempt: int
 
 
 class KvBack(Message, frozen=True):

@@ -384,8 +384,6 @@ class AgentDaemon:
             self._run.page_path(member_id).unlink(missing_ok=True)
         else:
             self._remains.add(member_id)
-            if all(map(is_spare, self._procs.living)):
-                self._keys.clear()  # nobody of this generation is left here; the next one begins after this is told
         self._driver.post(event)
         if self._settings.library and not self._procs.living:
             asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
@@ -458,6 +456,7 @@ class AgentDaemon:
     def _start(self, order: StartMembers) -> None:
         """Start the members of one generation."""
         self._keys.live_at(order.kv_node)
+        self._keys.begin(order.attempt)
         if not order.join:  # else the job goes on when it has them, not before
             self._remains.clear(order.generation)
         for single in self._orders(order):
@@ -489,6 +488,7 @@ class AgentDaemon:
             self._start(call.order)
             return
         self._keys.live_at(call.order.kv_node)
+        self._keys.begin(call.order.attempt)
         (order,) = self._orders(call.order)
         self._procs.call(call.spare, order)
         seat = order.assignment

@@ -2,6 +2,10 @@
 
 With several nodes the keys of a generation live in the agent of rank 0's node. The others forward, and ask once more
 when the line to it is up again: whatever was swallowed, a change is made once (``runtime/kv.py``).
+
+That agent serves until the run ends, also when the workers of its own node are gone: those of other nodes may still
+wait for each other. It has cleared its keys before the first request of a new start of all workers, whichever node that
+comes from; a request of an older start belongs to nobody any more. Where the keys live outlives the agent as they do.
 """
 
 from __future__ import annotations
@@ -37,26 +41,32 @@ class Keys:
         self._server = server
         self._reply = reply
         self._send = send
-        self._home: NodeId | None = None  # whose agent owns the key space; None: this one
         self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer yet
         self._asked_by: dict[MemberId, NodeId] = {}  # nodes of the workers of others
 
     def live_at(self, node_id: str) -> None:
         """The keys of the generation that begins live there; empty: each agent has its own."""
-        self._home = NodeId(node_id) if node_id not in ("", self._me) else None
+        self._server.live_at("" if node_id == self._me else node_id)
+
+    def begin(self, attempt: int) -> None:
+        """Workers of the ``attempt``-th start of the job are about to start here."""
+        self._server.begin(attempt)
 
     def request(self, member_id: MemberId, request: KvRequest) -> None:
         """A worker of this node asks."""
-        if self._home is None:
+        if not self._server.home:
             self._serve(member_id, request)
             return
-        forward = KvForward(member_id=member_id, request=request)
+        forward = KvForward(member_id=member_id, request=request, attempt=self._server.attempt)
         self._forwarded[member_id, request.request_id] = forward
-        self._send(self._home, forward)
+        self._send(NodeId(self._server.home), forward)
 
     def heard(self, node_id: NodeId, message: KvForward | KvBack) -> None:
         """Another agent asks for a worker of its own, or answers."""
         if isinstance(message, KvForward):
+            self._server.begin(message.attempt)  # the order to start may come to this node later
+            if message.attempt < self._server.attempt:
+                return
             self._asked_by[message.member_id] = node_id
             self._serve(message.member_id, message.request)
         elif self._forwarded.pop((message.member_id, message.reply.request_id), None) is not None:
@@ -64,7 +74,7 @@ class Keys:
 
     def line_is_up(self, node_id: NodeId) -> None:
         """A line to another agent is up, for the first time or again."""
-        if node_id == self._home:
+        if node_id == self._server.home:
             for forward in self._forwarded.values():
                 self._send(node_id, forward)
 
@@ -73,10 +83,6 @@ class Keys:
         self._server.forget(member_id)
         for key in [key for key in self._forwarded if key[0] == member_id]:
             del self._forwarded[key]
-
-    def clear(self) -> None:
-        """Nobody of the generation is left here."""
-        self._server.clear()
 
     def _serve(self, member_id: MemberId, request: KvRequest) -> None:
         self._answer(self._server.request(time.monotonic(), member_id, request))

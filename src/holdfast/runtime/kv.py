@@ -5,6 +5,9 @@ ever read by a new one. Every change is appended to a file in shared memory befo
 outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
 A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again.
 
+The keys stay until all workers of the job start again, or the run ends: the last worker of this node may be gone while
+those of other nodes still need them.
+
 Only ``wait`` blocks. Meaning of a reply by operation:
 
 ========== ===================================================================================
@@ -57,6 +60,13 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
     value: bytes
 
 
+class _Place(msgspec.Struct, frozen=True, tag="place"):
+    """A line of the log: which start of all workers the keys belong to, and who serves them."""
+
+    attempt: int
+    home: str
+
+
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     """A line of a log that was shortened: the answer to a change that is made."""
 
@@ -64,15 +74,22 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     reply: KvReply
 
 
-_Line = _Change | _Key | _Answer
+_Line = _Change | _Key | _Place | _Answer
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
 
 class KvServer:
-    """All keys of one node's run; every method returns the replies to send. Made by :meth:`open`."""
+    """All keys of one node's run; every method returns the replies to send. Made by :meth:`open`.
+
+    Attributes:
+        attempt: which start of all workers they belong to; -1: none is known.
+        home: the node whose agent serves the workers of this one; empty: this one.
+    """
 
     def __init__(self, log: Path, fd: int) -> None:
+        self.attempt = -1
+        self.home = ""
         self._log = log
         self._fd = fd
         self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
@@ -132,8 +149,24 @@ class KvServer:
         """The caller is gone: nobody waits for its replies."""
         self._drop([wait for wait in self._waits if wait[0] == who])
 
-    def clear(self) -> None:
-        """A new set of processes begins: drop all keys and waits."""
+    def begin(self, attempt: int) -> None:
+        """All workers of the job start for the ``attempt``-th time: what those before left is dropped, once."""
+        if attempt > self.attempt:
+            self.attempt = attempt
+            self._clear()
+            self._write(self._place)
+
+    def live_at(self, home: str) -> None:
+        """The workers of this node are served by another one, or (empty) by this one."""
+        if home != self.home:
+            self.home = home
+            self._write(self._place)
+
+    @property
+    def _place(self) -> _Place:
+        return _Place(self.attempt, self.home)
+
+    def _clear(self) -> None:
         os.ftruncate(self._fd, 0)
         self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
         self._data.clear()
@@ -152,14 +185,15 @@ class KvServer:
         if len(answers) > ANSWERS_KEPT:
             del answers[next(iter(answers))]
 
-    def _write(self, change: _Change) -> None:
+    def _write(self, line: _Change | _Place) -> None:
         if os.fstat(self._fd).st_size > self._shorten_at_bytes:
             self._shorten()
-        os.write(self._fd, frame(_ENCODER.encode(change)))
+        os.write(self._fd, frame(_ENCODER.encode(line)))
 
     def _shorten(self) -> None:
         """Replace the log in one step: whenever this agent dies, its successor finds the old one or the new one."""
-        lines: list[_Line] = [_Key(key, value) for key, value in self._data.items()]
+        lines: list[_Line] = [self._place]
+        lines += [_Key(key, value) for key, value in self._data.items()]
         lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]
         data = b"".join(frame(_ENCODER.encode(line)) for line in lines)
         write_private(self._log, data)
@@ -174,6 +208,8 @@ class KvServer:
                 self._change(line.who, line.request)
             case _Key():
                 self._store(line.key, line.value)
+            case _Place():
+                self.attempt, self.home = line.attempt, line.home
             case _Answer():
                 self._note(line.who, line.reply)
 
@@ -188,7 +224,7 @@ class KvServer:
                 whole_bytes += len(frame(payload))
             os.ftruncate(self._fd, whole_bytes)
         except (ProtocolError, msgspec.MsgspecError):
-            self.clear()  # whoever waits for a lost key gets a timeout and rebuilds its group
+            self._clear()  # whoever waits for a lost key gets a timeout and rebuilds its group
 
     def _drop(self, waits: list[tuple[MemberId, int]]) -> list[tuple[MemberId, int]]:
         for wait in waits:
