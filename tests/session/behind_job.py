@@ -73,7 +73,11 @@ class Job:
         self.struck(step, "behind")
         time.sleep(self._pause_s)
         self.schedule.step()
-        if not self.sharded:
+        if self.sharded:
+            with torch.no_grad():
+                for weight in self.net.parameters():
+                    weight.mul_(0.9)
+        else:
             self.average.update_parameters(self.net)
         self.struck(step, "end")
 

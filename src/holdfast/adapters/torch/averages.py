@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.adapters.torch.boxes import local_of
+from holdfast.adapters.torch.boxes import local_of, writes_of
 from holdfast.adapters.torch.optim import Undo, parameters_of
 from holdfast.adapters.torch.state import TorchState
 
@@ -126,5 +126,4 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    local = local_of(tensor)
-    return local.data_ptr(), local._version
+    return local_of(tensor).data_ptr(), writes_of(tensor)

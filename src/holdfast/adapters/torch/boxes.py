@@ -135,6 +135,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def writes_of(tensor: torch.Tensor) -> int:
+    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
 def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
     """Regions of ``tensor`` that this rank holds; none when it is outside of the tensor's mesh.
 

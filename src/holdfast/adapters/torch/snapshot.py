@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.torch.averages import Averages
+from holdfast.adapters.torch.boxes import writes_of
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.optim import Undo, clone, parameters_of
 from holdfast.adapters.torch.state import NOTHING_BEFORE, Before, Copies, TorchState, arrays_in
@@ -105,11 +106,11 @@ class Snapshot:
                     continue
                 known = self._buffers.get(slot.fqn)
                 if known is None or known[0] is not live:
-                    self._buffers[slot.fqn] = (live, live._version, live.detach().clone())
-                elif live.numel() <= SMALL_NUMEL or live._version != known[1]:
+                    self._buffers[slot.fqn] = (live, writes_of(live), live.detach().clone())
+                elif live.numel() <= SMALL_NUMEL or writes_of(live) != known[1]:
                     changed.append(live)
                     copies.append(known[2])
-                    self._buffers[slot.fqn] = (live, live._version, known[2])
+                    self._buffers[slot.fqn] = (live, writes_of(live), known[2])
             if changed:
                 torch._foreach_copy_(copies, changed)
 
@@ -129,7 +130,7 @@ class Snapshot:
                     live, _, saved = known
                     slot.module._buffers[slot.key] = live
                     live.copy_(saved)
-                    self._buffers[slot.fqn] = (live, live._version, saved)
+                    self._buffers[slot.fqn] = (live, writes_of(live), saved)
         for fqn, extra in self._modules.items():
             state.names.extra[fqn].set_extra_state(clone(extra))
         for name, groups in self._groups.items():

@@ -43,6 +43,7 @@ from holdfast.adapters.torch.boxes import (
     parts_of,
     placed,
     refuse_undeclared,
+    writes_of,
 )
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.naming import Models, names_of
@@ -177,7 +178,7 @@ class Collected:
             if fqn.startswith("state.") or tensor.is_inference():
                 counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
             else:
-                counts.append(local_of(tensor)._version)
+                counts.append(writes_of(tensor))
         return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
