@@ -30,6 +30,21 @@ SHARDED = (
     .replace("p.detach().numpy()", "p.detach().to_local().numpy()")
 )
 
+BEHIND = SHARDED.replace(
+    "digest = ",
+    f"""\
+        if step.committed and step.number % {EVERY} == {EVERY} - 1:
+            if step.number == 5 * {EVERY} - 1 and rank == int(os.environ["LINGERS"]):
+                open(result + ".behind", "w").close()
+                while not os.path.exists(result + ".on"):
+                    time.sleep(0.01)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.9)
+digest = """,
+)
+"""What it does behind the block belongs to each state that is kept; the rank ``LINGERS`` waits there at one step."""
+
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
@@ -41,6 +56,25 @@ def net() -> Iterator[Network]:
 def shards(base: Path) -> list[str]:
     """Digests of each rank's shards."""
     return [path.read_text() for path in sorted(base.glob("out-*"))]
+
+
+def alone(base: Path, script: str) -> list[str]:
+    """The same of the same training on one host, undisturbed."""
+    (base / "alone").mkdir()
+    (base / "alone.py").write_text(script)
+    words = [
+        HOLDFAST,
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--run-dir",
+        str(base / "alone"),
+        str(base / "alone.py"),
+    ]
+    words += [str(STEPS), "0", str(base / "alone" / "out")]
+    environment = clean_environment({"LINGERS": "-1"})
+    subprocess.run(words, cwd=base, env=environment, check=True, capture_output=True, timeout=60)
+    return shards(base / "alone")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -60,10 +94,27 @@ def test_a_lost_host_leaves_its_shards_with_its_buddy(net: Network, tmp_path: Pa
         assert int(verdict["memory_step"]) % EVERY == 0 and verdict["memory_step"] > 0
         restored = hosts.events(other, "restored")[-1].data
         assert restored["step"] == verdict["memory_step"]
-    script = tmp_path / "alone.py"
-    script.write_text(SHARDED)
-    (tmp_path / "alone").mkdir()
-    words = [HOLDFAST, "run", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "alone"), str(script)]
-    subprocess.run([*words, str(STEPS), "0", str(tmp_path / "alone" / "out")],
-                   cwd=tmp_path, env=clean_environment(), check=True, capture_output=True, timeout=60)  # fmt: skip
-    assert len(shards(tmp_path)) == 2 and shards(tmp_path) == shards(tmp_path / "alone")
+    assert len(shards(tmp_path)) == 2 and shards(tmp_path) == alone(tmp_path, SHARDED)
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+def test_what_is_done_behind_a_block_is_in_the_buddys_copy(
+    net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lingers: bool
+) -> None:
+    """The host is lost after that, or right there, with the others already further."""
+    monkeypatch.setenv("LINGERS", "1" if lingers else "-1")
+    flags = ("--memory-every", str(EVERY))
+    arguments = (str(STEPS), "0.06", str(tmp_path / "out"))
+    with Hosts(net, tmp_path, "2:3", BEHIND, arguments, torch=True, flags=flags) as hosts:
+        hosts.start()
+        if lingers:
+            until("rank 1 is behind the block", (tmp_path / "out.behind").exists)
+            hosts.wait_step(0, 5 * EVERY)
+        else:
+            hosts.wait_step(1, 5 * EVERY + 1)
+        hosts.kill(1)
+        (tmp_path / "out.on").touch()
+        assert [hosts.wait(0), hosts.wait(2)] == [0, 0], hosts.output(0)
+        (verdict,) = [event.data for event in hosts.events(0, "verdict")]
+        assert str(verdict["action"]).endswith("_from_memory"), verdict
+    assert len(shards(tmp_path)) == 2 and shards(tmp_path) == alone(tmp_path, BEHIND)

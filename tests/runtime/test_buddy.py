@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.buddy import BuddyServer, pull, push
+from holdfast.core.council import Peer
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.page import Word
+from holdfast.runtime.buddy import Buddies, BuddyServer, pull, push
+from holdfast.runtime.page import Page
 from holdfast.store.memory import Slots, kept_steps, marked_step
-from tests.store.test_memory import keep, proves
+from tests.store.test_memory import LAYOUT, State, keep, proves
 
 TOKEN = b"t" * 32
 
@@ -62,6 +67,39 @@ def test_a_state_that_was_changed_on_the_way_is_not_kept(tmp_path: Path, buddy: 
     path.write_bytes(data)
     assert not push(home, 2, 4, buddy.at, TOKEN)
     assert kept_steps(buddy.directory, 2) == () and buddy.held == []
+
+
+def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
+    tmp_path: Path, buddy: Agent
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    slots, path = Slots(home, 2), home / "page-1"
+    page = Page.create(path, member=MemberId(1), rank=2)
+    at = Peer(node_id=NodeId("n1"), home="n1", host=buddy.at[0], port=1, memory_port=buddy.at[1])
+
+    async def give() -> None:
+        giving = Buddies(
+            NodeId("n0"), home, TOKEN, lambda: [path], lambda: {at.node_id: at}, lambda held: None
+        )
+        await giving._give(path)
+        giving.close()
+
+    keep(slots, 4)
+    asyncio.run(give())
+    assert buddy.held == [] and page[Word.ARRIVED] == 0, "the script may still change it"
+    slots.finish()
+    asyncio.run(give())
+    newest = slots.newest()
+    assert newest is not None and kept_steps(buddy.directory, 2, whole=True) == (4,)
+    assert buddy.held == [2] and page[Word.ARRIVED] == newest.digest
+    asyncio.run(give())
+    assert buddy.held == [2], "once"
+    slots.keep(4, State(5), LAYOUT, b'{"step": 4}', b"{}")  # the job went back, and came by here again
+    slots.finish()
+    asyncio.run(give())
+    assert buddy.held == [2, 2] and page[Word.ARRIVED] != newest.digest
+    page.close()
 
 
 def test_strangers_are_refused(tmp_path: Path, buddy: Agent) -> None:

@@ -66,6 +66,28 @@ def test_two_states_are_kept_and_the_older_one_gives_way(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_state_is_whole_when_it_is_said_and_until_the_next_copy(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, 2)
+    keep(slots, 1)
+    assert slots.steps() == (1,) and kept_steps(tmp_path, 2, whole=True) == ()
+    with open_kept(tmp_path, 2, 1) as kept:
+        assert not kept.whole
+    keep(slots, 1)  # amended
+    slots.finish()
+    assert kept_steps(tmp_path, 2, whole=True) == (1,)
+    with open_kept(tmp_path, 2, 1) as kept:
+        assert kept.whole
+    keep(slots, 2)
+    keep(slots, 3)
+    assert slots.steps() == (2, 3) and slots.steps(whole=True) == (), (
+        "the word of the state before is not theirs"
+    )
+    newest = slots.newest()
+    assert newest is not None and newest.step == 3 and slots.newest(whole=True) is None
+    slots.finish()
+    assert slots.newest(whole=True) == newest._replace(whole=True)
+
+
 @pytest.mark.parametrize("where", ["data", "description", "marker"])
 def test_a_flipped_bit_is_refused_and_the_slot_dropped(tmp_path: Path, where: str) -> None:
     slots = Slots(tmp_path, 2)

@@ -51,7 +51,7 @@ class Word(IntEnum):
     SEQUENCE = 24  # collectives started since the block of this step began
     USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
     BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers
-    ARRIVED = 27  # 1 + the step whose state, kept in memory, another node has too; 0: none
+    ARRIVED = 27  # digest of the state, kept in memory, that another node has too; 0: none
     DONE = 28  # steps committed by this process
     SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 

@@ -364,7 +364,8 @@ class AgentDaemon:
             return
         self._exited.add(member_id)
         page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
-        event = read_death(page, logs, member_id, self._node_id, code, killed_by, died_ns)
+        several = self._settings.several
+        event = read_death(page, logs, member_id, self._node_id, code, killed_by, died_ns, several=several)
         self._dying[member_id] = event
         self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 

@@ -1,14 +1,16 @@
 """States of other nodes' ranks: each agent gives those of its ranks to one buddy, and keeps those of another node.
 
 Theory. A state in shared memory is lost with its node. So an agent sends every state that one of its ranks has kept to
-the agent of the next node, as the bytes of the slot: data first, the marker last. The buddy believes it when all its
-digests fit. When it has arrived, the agent says so on the rank's status page, and only then do the ranks keep the next
-one (they vote): so at any moment there is one step of which every state lies on two nodes. A process that starts on
-another node asks all agents for the state that it needs.
+the agent of the next node, as the bytes of the slot: data first, the marker last. It waits until the script is back
+from behind the block: nothing is sent twice, and no state that lacks what was done there. The buddy believes it when
+all its digests fit. When it has arrived, the agent says so on the rank's status page, and only then do the ranks keep
+the next one (they vote): so at any moment there is one step of which every state lies on two nodes. A process that
+starts on another node asks all agents for the state that it needs.
 
 Invariants:
 1. A received slot has a marker only when all bytes are there; one that does not fit its digests is dropped.
-2. ``Word.ARRIVED`` names a step only when the buddy has confirmed it, or when there is no other node.
+2. ``Word.ARRIVED`` names a state only when the buddy has confirmed it, or when there is no other node.
+3. Only whole states are given away.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from holdfast.runtime.driver import watched
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.serving import AnswerServer
-from holdfast.store.memory import Incoming, kept_steps, open_kept, read_raw
+from holdfast.store.memory import Incoming, Slots, digest_of, kept_steps, open_kept, read_raw
 from holdfast.wire import Codec
 
 PIECE_SIZE_BYTES = 4 * 1024 * 1024
@@ -129,12 +131,12 @@ class BuddyServer(AnswerServer[Talk]):
         return Answer(1)
 
 
-def push(directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes) -> bool:
-    """Send one state to the agent that listens at ``to``; True when it has it, verified."""
+def push(directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes) -> int:
+    """Send one state to the agent that listens at ``to``; its digest when that has it, verified, else 0."""
     try:
         line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, ROLE)
     except (OSError, ProtocolError):
-        return False
+        return 0
     try:
         size, marker, data = read_raw(directory, rank, step, 0, PIECE_SIZE_BYTES)
         good = _asked(line, Begin(rank, step, size)).size_bytes > 0
@@ -143,9 +145,10 @@ def push(directory: Path, rank: int, step: int, to: tuple[str, int], token: byte
             good = _asked(line, Bytes(rank, start, data)).size_bytes > 0
             start += len(data)
             data = read_raw(directory, rank, step, start, PIECE_SIZE_BYTES)[2]
-        return good and _asked(line, Mark(rank, step, marker)).size_bytes > 0
+        good = good and _asked(line, Mark(rank, step, marker)).size_bytes > 0
+        return digest_of(marker) if good else 0
     except (OSError, ProtocolError, CheckpointInvalid):
-        return False  # the buddy is gone, or the rank has kept the next states meanwhile
+        return 0  # the buddy is gone, or the rank has kept the next states meanwhile
     finally:
         line.close()
 
@@ -227,7 +230,7 @@ class Buddies:
         self._server.close()
 
     def _received(self, rank: int) -> None:
-        self._held[str(rank)] = kept_steps(self._directory, rank)
+        self._held[str(rank)] = kept_steps(self._directory, rank, whole=True)
         held = Held(node_id=self._me, ranks=dict(self._held))
         self._loop.call_soon_threadsafe(self._tell, held)
 
@@ -245,14 +248,16 @@ class Buddies:
             return  # it was taken away
         try:
             rank = page[Word.RANK]
-            newest = max(kept_steps(self._directory, rank), default=-1)
-            if newest < 0 or page[Word.ARRIVED] == newest + 1:
+            newest = Slots(self._directory, rank).newest(whole=True)
+            if newest is None or page[Word.ARRIVED] == newest.digest:
                 return
             buddy = self._buddy()
-            if buddy is None or await asyncio.to_thread(
-                push, self._directory, rank, newest, (buddy.host, buddy.memory_port), self._token
-            ):
-                page[Word.ARRIVED] = newest + 1
+            arrived = newest.digest
+            if buddy is not None:
+                at = (buddy.host, buddy.memory_port)
+                arrived = await asyncio.to_thread(push, self._directory, rank, newest.step, at, self._token)
+            if arrived:
+                page[Word.ARRIVED] = arrived
         finally:
             page.close()
 

@@ -39,11 +39,14 @@ def read_death(
     code: int | None,
     killed_by: int | None,
     died_ns: int,
+    *,
+    several: bool = False,
 ) -> MemberExited:
     """What a dead member left on its status page, as the event that reports its end.
 
     Args:
         logs: where the ``attempt-NNN/`` directories are.
+        several: nodes; then only whole states in memory count.
     """
     generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
     kept: tuple[int, ...] = ()
@@ -58,7 +61,7 @@ def read_death(
         step, phase = page.state()
         locals_ = page.read_locals()
         staged = page[Word.STAGED]
-        kept = kept_steps(path.parent, page[Word.RANK])
+        kept = kept_steps(path.parent, page[Word.RANK], whole=several)
         log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:

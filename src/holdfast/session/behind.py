@@ -59,7 +59,6 @@ class Behind:
     def forget(self) -> None:
         """The job has gone back: what the last vote asked for is asked again."""
         self._tally = None
-        self._tier.pass_by()
 
     def begin(self) -> None:
         """The script begins a loop. It may have left the one before from behind a block, with ``break``.
@@ -68,6 +67,7 @@ class Behind:
         """
         if not self.exit_agreed:
             self.forget()
+            self._tier.pass_by()
 
     def come_back(self) -> None:
         """The script asks for the next step, or the session ends."""

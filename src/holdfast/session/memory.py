@@ -12,7 +12,8 @@ it can afford it (``core/vote.py``); all keep when all can.
 Invariants:
 1. All ranks keep the same steps.
 2. READY(s) of a step that is kept is shown only when its state is there. What the script does behind the block of it is
-   a part of this state as soon as the script is back (``behind.py``).
+   a part of this state as soon as the script is back (``behind.py``): then the state is whole. With several nodes only
+   whole ones are spoken of, given away and loaded; on one node a rank sees whether another one has amended its own.
 3. A lack of shared memory ends the tier, with a warning, and never the training.
 """
 
@@ -105,16 +106,18 @@ class Tier:
         return self._every != 0
 
     def steps(self) -> tuple[int, ...]:
-        """Steps whose states are there."""
-        return () if self._slots is None else self._slots.steps()
+        """Steps whose states are there, for those who decide."""
+        return () if self._slots is None else self._slots.steps(whole=self._pull is not None)
 
     def start(self, step: int) -> None:
         """The session stands at ``step``: what is kept of other steps does not count any more."""
         if self._slots is None:
             return
+        self._stamped = None
         self._slots.keep_only(step)
         if self._every > 0 and step not in self._slots.steps():
             self._keep(step)
+            self._slots.finish()
 
     def due(self, step: int) -> bool:
         """For the ballot: this rank can afford to keep its state of ``step``, and another node has the one before."""
@@ -127,9 +130,10 @@ class Tier:
 
     def _arrived(self) -> bool:
         client = self._rank.client
-        if self._pull is None or client is None:
+        if self._pull is None or client is None or self._slots is None:
             return True
-        return client.page[Word.ARRIVED] > max(self.steps(), default=-1)
+        newest = self._slots.newest()
+        return newest is None or client.page[Word.ARRIVED] == newest.digest
 
     def committing(self, step: int, agreed: bool) -> None:
         """The block before ``step`` has ended and is about to be shown as committed; ``agreed``: all can afford it."""
@@ -140,16 +144,19 @@ class Tier:
     def amend(self, step: int) -> None:
         """The script is back from behind the block before ``step``: what it changed there belongs to this state."""
         kept, self._stamped = self._stamped, None
-        if kept is None:
+        if kept is None or self._slots is None:
             return
         began_s = time.monotonic()
         same = kept == self._stamp(self._adapter.collect(), step)
         self._cost_s += time.monotonic() - began_s
         if not same:
             self._keep(step, amended=True)
+        self._slots.finish()
 
     def pass_by(self) -> None:
-        """The script does not come back to the boundary of what was kept last."""
+        """The script does not come back to the boundary of what was kept last: it is whole as it is."""
+        if self._stamped is not None and self._slots is not None:
+            self._slots.finish()
         self._stamped = None
 
     def _stamp(self, collected: Collected, step: int) -> Stamp:
@@ -242,7 +249,9 @@ class Tier:
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
-        if not kept.amended and any(was_amended(self._directory, rank, kept.step) for rank in sorted(others)):
+        if kept.whole:
+            return
+        if self._pull is not None or any(was_amended(self._directory, r, kept.step) for r in sorted(others)):
             self._slots.forget(kept.step)
             raise CheckpointInvalid(
                 f"{kept.path.name}, step {kept.step}: lacks what the script does behind the block"

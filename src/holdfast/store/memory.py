@@ -4,12 +4,14 @@ Theory. Each rank has two slots, files in the private directory of the run's sta
 slot that does not hold the newest one: a kill in the middle of a copy costs the older state, never both. A slot says
 what it holds by one *marker*: step, place and digest of a description, and a digest of itself. The marker is zeroed
 before the first byte changes and stored after the last one, so a torn copy has none. The description carries a digest
-of every box.
+of every box. What the script does behind the block of a step may still change its state: beside the marker stands
+whether that is over, and the state *whole*.
 
 Invariants:
 1. A slot without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
 2. Nothing is taken out of a slot before every digest of it fits; a slot that does not fit is dropped, for everybody.
 3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
+4. A whole state is not changed any more.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -34,9 +37,22 @@ MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
 CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 _WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
 _MARKER_SIZE_BYTES = 8 * _WORDS
+_WHOLE = slice(
+    _MARKER_SIZE_BYTES, _MARKER_SIZE_BYTES + 8
+)  # the digest of the marker once more, or the state is not
+_OWN = slice(_MARKER_SIZE_BYTES - 8, _MARKER_SIZE_BYTES)
+_WORD_MAX = 2**63 - 1  # of a status page
 _DATA_AT = 4096
 _DIGEST_MAX = 2**64 - 1  # takes the most room
 _ALIGNMENT = 64
+
+
+class Marked(NamedTuple):
+    """What a marker says; ``digest`` is that of all that the slot holds, in 63 bits."""
+
+    step: int
+    digest: int
+    whole: bool
 
 
 class KeptBox(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +89,7 @@ class Kept:
         self.local = description.local
         self.world = description.world
         self.amended = description.amended
+        self.whole = bytes(data[_WHOLE]) == bytes(data[_OWN])
         self._rank = description.rank
         self._data = data
         self._boxes = {(box.meta.fqn, box.meta.box): box for box in description.boxes}
@@ -118,10 +135,18 @@ class Slots:
         self._paths = tuple(slot_path(directory, rank, number) for number in range(SLOTS))
         self._rank = rank
         self._maps: list[mmap.mmap | None] = [None] * SLOTS
+        self._last: memoryview | None = None  # the slot of the newest copy
 
-    def steps(self) -> tuple[int, ...]:
-        """Steps whose states are there, ascending."""
-        return tuple(sorted(step for path in self._paths if (step := marked_step(path)) is not None))
+    def steps(self, *, whole: bool = False) -> tuple[int, ...]:
+        """Steps whose states are there (``whole``: and whole), ascending."""
+        return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
+
+    def newest(self, *, whole: bool = False) -> Marked | None:
+        """What is said of the newest state, if there is one."""
+        return max((found for found in self._marked() if found.whole or not whole), default=None)
+
+    def _marked(self) -> list[Marked]:
+        return [found for path in self._paths if (found := read_marked(path)) is not None]
 
     def keep(
         self,
@@ -145,7 +170,13 @@ class Slots:
         description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
         memory[end : end + len(description)] = description
         memory[:_MARKER_SIZE_BYTES] = _marker(step, end, description)
+        self._last = memory
         return sum(box.size_bytes for box in kept)
+
+    def finish(self) -> None:
+        """The state that was kept last is whole: it may be given away."""
+        if self._last is not None:
+            self._last[_WHOLE] = self._last[_OWN]
 
     def room(self, step: int, size_bytes: int) -> memoryview:
         """A slot for ``step``, emptied: one whose state did not happen, or the older one. Raises: StateError."""
@@ -169,6 +200,7 @@ class Slots:
     def remove(self) -> None:
         """Take the files away."""
         self._maps = [None] * SLOTS
+        self._last = None
         for path in self._paths:
             path.unlink(missing_ok=True)
 
@@ -258,9 +290,10 @@ def slot_path(directory: Path, rank: int, number: int) -> Path:
     return directory / f"memory-{rank:05d}-{number}"
 
 
-def kept_steps(directory: Path, rank: int) -> tuple[int, ...]:
-    """Steps of which ``directory`` holds a state of ``rank``, ascending; by the markers, nothing is verified."""
-    return Slots(directory, rank).steps()
+def kept_steps(directory: Path, rank: int, *, whole: bool = False) -> tuple[int, ...]:
+    """Steps of which ``directory`` holds a state of ``rank`` (``whole``: a whole one), ascending; by the markers,
+    nothing is verified."""
+    return Slots(directory, rank).steps(whole=whole)
 
 
 @contextlib.contextmanager
@@ -288,12 +321,26 @@ def was_amended(directory: Path, rank: int, step: int) -> bool:
 
 def marked_step(path: Path) -> int | None:
     """The step of a slot; None when it holds no committed state."""
+    found = read_marked(path)
+    return None if found is None else found.step
+
+
+def read_marked(path: Path) -> Marked | None:
+    """What the marker of a slot says; None when it holds no committed state."""
     try:
         with path.open("rb") as file:
-            words = np.frombuffer(file.read(_MARKER_SIZE_BYTES), np.uint64)
+            head = file.read(_WHOLE.stop)
     except OSError:
         return None
-    return int(words[1]) - 1 if _is_sound(words) else None
+    words = np.frombuffer(head[:_MARKER_SIZE_BYTES], np.uint64)
+    if not _is_sound(words):
+        return None
+    return Marked(int(words[1]) - 1, digest_of(head), head[_WHOLE] == head[_OWN])
+
+
+def digest_of(marker: bytes) -> int:
+    """Of all that is in a slot with this marker, as a word of a status page."""
+    return int.from_bytes(marker[_OWN], sys.byteorder) & _WORD_MAX
 
 
 def drop(path: Path) -> None:
