@@ -24,7 +24,7 @@ from holdfast.core.messages import (
     Tick,
     WorkerHello,
 )
-from holdfast.core.sightings import Evidence, Gather, Late, Moved, RankEvidence, Stalled
+from holdfast.core.sightings import LAST_LOOK, Evidence, Gather, Late, Moved, RankEvidence, Stalled
 from tests.core.test_controller import NODE, Job
 
 
@@ -204,6 +204,25 @@ def test_a_newcomer_that_moves_meanwhile_lives_and_a_silent_agent_is_asked_again
     job.post(late(job))
     job.post(seen_late(job, job.sent(Gather)[0].number, idle_s=0.1))
     assert job.sent(KillMember) == [] and not any(r.kind == "hang" for r in job.records)
+
+
+def test_a_newcomer_that_does_not_join_in_time_is_looked_at_before_its_end() -> None:
+    job = newcomer()
+    job.post(JoinAsked(member_id=job.members[1], generation=job.generation))
+    job.post(Tick(name="join"), after_s=120.0)
+    (kill,) = job.sent(KillMember)
+    assert kill.member_id == job.members[1] and kill.silent and kill.reason == "did not join within 120 s"
+    stacks = "evidence/M004/rank-00001.txt"
+    job.post(seen_late(job, LAST_LOOK, process="S", bound_s=0.0, where="read (data.py:3)", stacks=stacks))
+    found = job.record("hang")
+    assert (found["ranks"], found["reason"], found["stacks"]) == ([1], kill.reason, [stacks])
+    assert found["evidence"] == [
+        "rank 1: its start, still for 15.6 s, process S, cpu 0%, at read (data.py:3)"
+    ]
+    job.exit(1, "starting", 0)
+    assert (job.record("detected")["kind"], job.record("detected")["what"]) == ("silent", kill.reason)
+    job.post(seen_late(job, LAST_LOOK, process="S"))
+    assert len([r for r in job.records if r.kind == "hang"]) == 1, "its successor lives"
 
 
 def test_only_a_newcomer_is_late() -> None:

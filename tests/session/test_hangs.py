@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ JOB = str(Path(__file__).with_name("hang_job.py"))
 START = str(Path(__file__).with_name("start_job.py"))
 UNSEEN = str(Path(__file__).with_name("unseen_job.py"))
 AFTER = str(Path(__file__).with_name("section_job.py"))
+SILENT = str(Path(__file__).with_name("silent_job.py"))
 FLOOR_S = 0.7
 
 
@@ -74,6 +76,23 @@ def test_a_process_that_hangs_before_its_first_step_is_replaced(
     assert {e.data["steps_lost"] for e in events if e.kind == "recovered"} == {0}
     assert {path.read_text() for path in tmp_path.glob("rank-*.digest")} == {undisturbed}
     assert not re.search(r"F\d+: ,", done.stdout), "each line says what was done"
+
+
+@pytest.mark.processes
+def test_who_does_not_answer_is_looked_at_before_its_kill(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 3, "--run-id", "it", SILENT, str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "runs/it"
+    events = journal.read(run / "events.jsonl").events
+    detected = [e.data for e in events if e.kind == "detected"]
+    assert [(d["rank"], d["kind"]) for d in detected] == [(1, "signal"), (0, "silent")], done.stdout
+    (hang,) = [e.data for e in events if e.kind == "hang"]
+    assert (hang["ranks"], hang["reason"]) == ([0], detected[1]["what"])
+    report = json.loads((run / "faults/F002.json").read_text())
+    (stack,) = report["stacks"]
+    assert "in stuck" in Path(stack).read_text()
+    assert any("rank 0" in line and "process R" in line and "stuck" in line for line in report["evidence"])
+    assert any(stack in line for line in report["next_steps"])
 
 
 @pytest.mark.processes

@@ -152,7 +152,7 @@ class Casebook:
             self._exits[int(event.data["member_id"])] = event
         for fault in self._story.faults[known:]:
             case = _Case(fault, event)
-            if fault.kind == "hang":
+            if fault.kind == "hang" or (fault.kind == "silent" and fault.what == self._hang.get("reason")):
                 case.hang = self._hang
             if fault.kind == "corruption" and self._corrupted:
                 case.corrupted = self._corrupted[-1]
@@ -180,7 +180,7 @@ class Casebook:
         verdict, planned, saved, ended = (
             case.last(kind) for kind in ("verdict", "planned", "sealed", "run_ended")
         )
-        timeline = _timeline(fault, case.hang)
+        timeline = _timeline(fault, case.hang if fault.kind == "hang" else {})
         return Report(
             name=fault.name,
             run_id=self._settings.run_id,
@@ -249,6 +249,8 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
             found.append("check the data loader: its workers, its storage, DataLoader(timeout=...)")
         elif fault.phase == "ready":
             found.append('announce long work between steps: with s.section("eval"): ...')
+        if fault.kind == "silent":
+            return [*found, logs]
         return [*found, "was it only slow? --hang-factor and --hang-floor give it more time"]
     if fault.kind == "corruption":
         often = [f"{count} times on {node} in this run" for node, count in case.again.items() if count > 1]

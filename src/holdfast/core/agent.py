@@ -465,7 +465,8 @@ class Agent:
     def _kill(self, order: KillMember) -> None:
         worker = self.workers.get(order.member_id)
         if worker is not None and worker.alive:
-            self._kill_now(worker, order.reason, order.grace_s)
+            worker.doomed = True
+            self._out.append(Send(to="shell", message=order))
 
     def _kill_now(self, worker: Worker, reason: str, grace_s: float) -> None:
         worker.doomed = True

@@ -353,7 +353,7 @@ class Fleet:
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":
-                self.job.kill(member, "did not exit after its exception")
+                self.job.time_out(member, "did not exit after its exception")
             elif member is not None and member.alive:
                 self._lose(now, member, "does not die; it is given up")
         else:
@@ -389,6 +389,6 @@ class Fleet:
         job.record("startup_late", ranks=[m.rank for m in late])
         for member in late:
             if member.started:
-                job.kill(member, f"did not connect {bound}")
+                job.time_out(member, f"did not connect {bound}")
             else:
                 self._lose(now, member, f"was not started {bound}")

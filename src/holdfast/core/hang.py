@@ -8,8 +8,12 @@ takes everything back. Slow ranks are another matter (``core/stragglers.py``).
 While newcomers start, the others wait for the control plane: each newcomer is judged alone until it asks for its state;
 from then on it may be waiting for others, and only a stopped process is evidence.
 
+Whoever has not answered within a time of the recovery is killed by that (``Job.time_out``); its agent takes a last
+look at it first, which is written down here as for every other hang.
+
 Invariants:
-1. Nobody is killed for standing still unless evidence that names him is in the log before.
+1. Nobody is killed for standing still unless evidence that names him is in the log before. Who is killed for his
+   silence is looked at before, and the evidence comes ahead of his death.
 2. During a recovery nobody but a newcomer is judged here: its own timers bound everybody.
 """
 
@@ -24,7 +28,7 @@ from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import Field
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import Evidence, Gather, Late, Moved, RankEvidence, Stalled
+from holdfast.core.sightings import LAST_LOOK, Evidence, Gather, Late, Moved, RankEvidence, Stalled
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
@@ -109,6 +113,9 @@ class Hangs:
 
     def evidence(self, now: float, event: Evidence) -> None:
         """What one agent found."""
+        if event.number == LAST_LOOK:
+            self._note_last(event)
+            return
         if self._late is not None and event.number == self._number:
             self._judge_late(now, self._late, event)
             return
@@ -117,6 +124,16 @@ class Hangs:
         self._evidence[event.node_id] = event
         if self.job.roster.nodes <= self._evidence.keys():
             self._judge(now)
+
+    def _note_last(self, found: Evidence) -> None:
+        """Where somebody stood who is killed for his silence."""
+        for one in found.ranks:
+            member = self.job.roster.get(one.member_id)
+            if member is not None and member.alive and member.kill_reason:
+                verdict = Blame(
+                    answer="kill", ranks=(member.rank,), confidence="certain", reason=member.kill_reason
+                )
+                self.job.record("hang", **_fields(verdict, [one]))
 
     def tick(self, now: float, name: str) -> bool:
         """One of this machine's timers; False when the name is not one of them."""
@@ -201,7 +218,8 @@ def _fields(verdict: Blame, ranks: Sequence[RankEvidence]) -> dict[str, Field]:
 
 def line(one: RankEvidence) -> str:
     """One rank's evidence in one line."""
-    still = f"still for {one.idle_s:.1f} s (bound {one.bound_s:.1f} s)"
+    bound = f" (bound {one.bound_s:.1f} s)" if one.bound_s else ""
+    still = f"still for {one.idle_s:.1f} s{bound}"
     parts = [f"rank {one.rank}: {where(one)}", still, f"process {one.process or '?'}", f"cpu {one.cpu:.0%}"]
     if one.wchan not in ("", "0"):
         parts.append(f"kernel {one.wchan}")

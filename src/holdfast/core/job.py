@@ -116,6 +116,10 @@ class Job:
         self.send(member, Release(member_id=member.member_id, generation=self.generation))
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
+    def time_out(self, member: Member, reason: str) -> None:
+        """Kill one that has not answered in time; its agent looks at where it stands before."""
+        self.kill(member, reason, silent=True)
+
     def send_node(self, node_id: NodeId, message: Message) -> None:
         """To an agent."""
         if not self.ended:
@@ -141,12 +145,13 @@ class Job:
         self.generation = Generation(self.config.term, self.generation.n + 1)
         return self.generation
 
-    def kill(self, member: Member, reason: str, grace_s: float = 0.0) -> None:
-        """SIGKILL; repeated orders are harmless."""
+    def kill(self, member: Member, reason: str, grace_s: float = 0.0, *, silent: bool = False) -> None:
+        """SIGKILL; repeated orders are harmless. ``silent``: with a last look at it, for the report."""
         if not member.alive:
             return
         member.kill_reason = member.kill_reason or reason
-        order = KillMember(member_id=member.member_id, node_id=member.node_id, reason=reason, grace_s=grace_s)
+        who, node = member.member_id, member.node_id
+        order = KillMember(member_id=who, node_id=node, reason=reason, grace_s=grace_s, silent=silent)
         self.send_node(member.node_id, order)
         self.timer(f"kill:{member.member_id}", grace_s + self.config.kill_s)
 

@@ -407,12 +407,14 @@ class StartMembers(Message, frozen=True):
 
 
 class KillMember(Message, frozen=True):
-    """SIGKILL a worker (and its process group); with ``grace_s`` > 0 SIGTERM first."""
+    """SIGKILL a worker (and its process group); with ``grace_s`` > 0 SIGTERM first. ``silent``: it has not answered in
+    time; where it stands is told before, by ``Evidence``."""
 
     member_id: MemberId
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
+    silent: bool = False
 
 
 class EndRun(Message, frozen=True):

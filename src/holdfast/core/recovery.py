@@ -272,26 +272,26 @@ class Recovery:
         elif name == "quiesce-early" and self.phase == "fencing":
             for member in living:
                 if member.opened_step is None and not self._all_opened and member.rank not in self._reports:
-                    self.job.kill(member, "did not answer while starting")
+                    self.job.time_out(member, "did not answer while starting")
         elif name == "quiesce" and self.phase in ("fencing", "retrying"):
             for member in living:
                 if self.phase == "fencing" and member.rank not in self._reports:
-                    self.job.kill(member, f"did not settle within {self.job.config.quiesce_s:g} s")
+                    self.job.time_out(member, f"did not settle within {self.job.config.quiesce_s:g} s")
                 elif self.phase == "retrying" and not self._is_there(member):
-                    self.job.kill(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
+                    self.job.time_out(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
         elif name == "join" and self.phase == "replacing":
             for member in living:
                 if member.joining or not self._is_there(member):
-                    self.job.kill(member, f"did not join within {self.job.config.startup_s:g} s")
+                    self.job.time_out(member, f"did not join within {self.job.config.startup_s:g} s")
         elif name == "offer" and self.phase == "replacing":
             self.replacement.late()
         elif name == "gasp" and self.phase == "saving":
             for member in living:
                 if member.rank in (self.gasp.writing if self.is_vouched else self.unvouched):
-                    self.job.kill(member, f"did not save within {self.job.config.gasp_s:g} s")
+                    self.job.time_out(member, f"did not save within {self.job.config.gasp_s:g} s")
         elif name == "leave" and self.phase == "leaving":
             for member in living:
-                self.job.kill(member, "did not leave")
+                self.job.time_out(member, "did not leave")
 
     def grow(self, now: float) -> None:
         """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""

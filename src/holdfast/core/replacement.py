@@ -103,7 +103,7 @@ class Replacement:
         """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
         for member in self.job.roster.living:
             if member.rank in self._awaited:
-                self.job.kill(member, f"did not give its state within {self._offered_s:g} s")
+                self.job.time_out(member, f"did not give its state within {self._offered_s:g} s")
 
     def again(self, newcomer: Member) -> bool:
         """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""

@@ -41,6 +41,10 @@ class Moved(Message, frozen=True):
     generation: Generation
 
 
+LAST_LOOK = 0
+"""Number of evidence that nobody has asked for: about a worker that is about to be killed for its silence."""
+
+
 class Gather(Message, frozen=True):
     """Collect evidence about every worker of the node, and answer :class:`Evidence` with this ``number``."""
 
@@ -80,7 +84,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Message, frozen=True):
-    """Answer to :class:`Gather`: all workers of a node that live."""
+    """Answer to :class:`Gather`: all workers of a node that live; or a last look at one, with ``LAST_LOOK``."""
 
     node_id: NodeId
     number: int

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -438,7 +439,11 @@ class AgentDaemon:
             else:
                 self._waiting = watched(self._start_when_written(message), self._driver.fail)
         elif isinstance(message, KillMember):
-            self._procs.kill(message.member_id, message.grace_s)
+            kill = partial(self._procs.kill, message.member_id, message.grace_s)
+            if message.silent:
+                self._watcher.look_last(message.member_id, kill, self._driver.fail)
+            else:
+                kill()
         elif isinstance(message, Gather):
             self._watcher.gather(message)
         else:

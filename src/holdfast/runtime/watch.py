@@ -21,6 +21,7 @@ from holdfast.core.messages import Message
 from holdfast.core.page import Flag, Phase, Word
 from holdfast.core.progress import Learned, Limits, Progress, Reading
 from holdfast.core.sightings import (
+    LAST_LOOK,
     CollectiveSeen,
     Evidence,
     Gather,
@@ -33,6 +34,7 @@ from holdfast.core.sightings import (
 )
 from holdfast.core.spares import is_spare
 from holdfast.errors import ProtocolError
+from holdfast.runtime.driver import watched
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
 from holdfast.runtime.pids import age_s, command, stopped_children
@@ -84,6 +86,7 @@ class Watcher:
         self._kept_s = 0.0
         self._learned: Path | None = None  # where it is kept for a successor
         self._gathering: asyncio.Task[None] | None = None
+        self._lasts: dict[MemberId, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
         """Look until cancelled; returns at once when hangs are not looked for."""
@@ -173,6 +176,30 @@ class Watcher:
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
 
+    def look_last(
+        self, member_id: MemberId, kill: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
+        """A worker is to be killed for its silence: see where it stands, tell, then ``kill``; when asked again, kill at
+        once. In the background; ``fail`` gets what goes wrong there."""
+        if member_id in self._lasts:
+            kill()
+        else:
+            self._lasts[member_id] = watched(self._look_last(member_id, kill), fail)
+
+    async def _look_last(self, member_id: MemberId, kill: Callable[[], None]) -> None:
+        # Neither a process nor a page yet: there is nothing to be seen.
+        with contextlib.suppress(OSError, ProtocolError):
+            if member_id in self._living:
+                with contextlib.closing(Page.open(self._run.page_path(member_id))) as page:
+                    pid = page[Word.PID] or self._living[member_id].pid
+                    finding = (await find(self._run, [(member_id, pid, page)]))[member_id]
+                    since_ns = page[Word.ENTERED_NS] or time.monotonic_ns()
+                    idle_s = (time.monotonic_ns() - since_ns) / 1e9
+                    child = stopped_children({pid}).get(pid, 0)
+                    one = self._told(f"M{member_id:03d}", member_id, page, finding, idle_s, 0.0, child)
+                    self._post(Evidence(node_id=self._node_id, number=LAST_LOOK, ranks=(one,)))
+        kill()
+
     def _open_pages(self) -> None:
         for member_id in [m for m in self._pages if m not in self._living]:
             self._pages.pop(member_id).close()
@@ -201,48 +228,61 @@ class Watcher:
             if page is None or stall is None:
                 continue
             finding = found[member_id]
-            seen = read(page)
-            ranks.append(
-                RankEvidence(
-                    member_id=member_id,
-                    rank=seen.rank,
-                    step=seen.step,
-                    phase=seen.phase.name.lower(),
-                    idle_s=round(stall.idle_s, 3),
-                    bound_s=round(stall.bound_s, 3),
-                    sequence=page[Word.SEQUENCE],
-                    usual_sequence=page[Word.USUAL_SEQUENCE],
-                    process=finding.process,
-                    cpu=round(finding.cpu, 3),
-                    wchan=finding.wchan,
-                    where=where(finding.stacks),
-                    section=seen.section,
-                    collectives=self._collectives(order.number, seen.rank, page),
-                    stacks=self._keep(order.number, seen.rank, finding),
-                    child=children.get(pid, 0) if stall.stopped and finding.process not in STOPPED else 0,
-                )
-            )
+            child = children.get(pid, 0) if stall.stopped and finding.process not in STOPPED else 0
+            place = f"H{order.number:03d}"
+            ranks.append(self._told(place, member_id, page, finding, stall.idle_s, stall.bound_s, child))
         self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
 
-    def _collectives(self, number: int, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
+    def _told(
+        self,
+        place: str,
+        member_id: MemberId,
+        page: Page,
+        finding: Finding,
+        idle_s: float,
+        bound_s: float,
+        child: int,
+    ) -> RankEvidence:
+        """All that is known of one worker; its files are in ``place``, below the run's evidence."""
+        seen = read(page)
+        return RankEvidence(
+            member_id=member_id,
+            rank=seen.rank,
+            step=seen.step,
+            phase=seen.phase.name.lower(),
+            idle_s=round(idle_s, 3),
+            bound_s=round(bound_s, 3),
+            sequence=page[Word.SEQUENCE],
+            usual_sequence=page[Word.USUAL_SEQUENCE],
+            process=finding.process,
+            cpu=round(finding.cpu, 3),
+            wchan=finding.wchan,
+            where=where(finding.stacks),
+            section=seen.section,
+            collectives=self._collectives(place, seen.rank, page),
+            stacks=self._keep(place, seen.rank, finding),
+            child=child,
+        )
+
+    def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
         """The last collectives of a worker; all that its recorder holds goes into the run directory."""
         found, now_ns = page.flight.read(), time.monotonic_ns()
         if found:
             text = "".join(f"{each}, begun {(now_ns - each.begun_ns) / 1e9:.3f} s ago\n" for each in found)
-            self._write(number, f"rank-{rank:05d}.collectives.txt", text)
+            self._write(place, f"rank-{rank:05d}.collectives.txt", text)
         return tuple(
             CollectiveSeen(c.group, c.number, c.what, not c.ended_ns, round((now_ns - c.begun_ns) / 1e9, 3))
             for c in found[-COLLECTIVES_TOLD:]
         )
 
-    def _keep(self, number: int, rank: int, finding: Finding) -> str:
+    def _keep(self, place: str, rank: int, finding: Finding) -> str:
         """Write the stacks into the run directory; returns the path below it, empty when there are none."""
         if not finding.stacks:
             return ""
-        return self._write(number, f"rank-{rank:05d}.txt", finding.stacks)
+        return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
 
-    def _write(self, number: int, file: str, text: str) -> str:
-        name = Path("evidence") / f"H{number:03d}" / file
+    def _write(self, place: str, file: str, text: str) -> str:
+        name = Path("evidence") / place / file
         path = self._run.path / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, text.encode())
