@@ -14,6 +14,7 @@ from typing import IO
 
 from holdfast import journal
 from holdfast.drill.excerpt import Excerpt, text
+from holdfast.drill.watch import broken
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, working_in
 
@@ -47,6 +48,8 @@ def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
             _end(where)
             job.wait()
             raise
+        for log in where.glob("runs/*/events.jsonl"):
+            assert not broken(journal.read(log).events), "a successor hides it from the job"
         return subprocess.CompletedProcess(command, code, _said(output))
 
 

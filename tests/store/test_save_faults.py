@@ -175,11 +175,14 @@ def test_a_writer_killed_at_any_step_is_replaced_and_the_save_sealed(
 ) -> None:
     world = replicated(1, {"a": random_array((30, 20), "float32", 2), "b": np.full(3, 2)})
     catalogue, state = world.catalogue(), world.state(0)
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    paths = os.environ.get("PYTHONPATH", "")
     for number in numbers:
         root, marker = tmp_path / f"{number}", tmp_path / f"killed-{number}"
+        site = (
+            tmp_path / f"site-{number}"
+        )  # else the bytecode of the same second, of the same length, would count
+        site.mkdir()
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), paths]))
         text = KILLED.format(call=call, number=number, marker=str(marker))
         (site / "sitecustomize.py").write_text(text)
         save(root, world_at(1), save_id(1))

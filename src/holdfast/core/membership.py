@@ -121,9 +121,9 @@ class Roster:
 
     def bury(self, member: Member, exited: MemberExited) -> None:
         """Its process is gone."""
+        homes = self._by_node()  # made of the living, this one included
         place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
         self._living = [*self.living[:place], *self.living[place + 1 :]]
-        homes = self._by_node()
         homes[member.node_id] = [m for m in homes[member.node_id] if m is not member]
         if not homes[member.node_id]:
             del homes[member.node_id]

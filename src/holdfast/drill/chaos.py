@@ -164,6 +164,7 @@ class Chaos:
     def _again(self) -> None:
         """The launcher was killed: when nothing of its run is left, the same command once more."""
         place = self._run.directory
+        self._note_broken()
         if self._launcher.returncode not in (-signal.SIGKILL, Exit.REQUEUE, Exit.UNSAVED):
             raise RuntimeError(f"the run in {place} ended with {self._launcher.returncode}")
         until_s = time.monotonic() + RECOVERED_S_MAX
@@ -233,6 +234,10 @@ class Chaos:
     def _finish(self) -> None:
         while self._launcher.wait() != Exit.OK:
             self._again()
+        self._note_broken()
+
+    def _note_broken(self) -> None:
+        self._tally.failures += [f"{why}, in {self._run.directory}" for why in self._run.broken()]
 
 
 def journal_has(directory: Path, kind: str) -> bool:

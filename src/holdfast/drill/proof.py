@@ -15,6 +15,7 @@ from holdfast.drill.excerpt import Excerpt, last_words
 from holdfast.drill.grammar import Fault, FaultSpec, expand, parse_fault
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
 from holdfast.drill.timeline import FaultReport, decisions, fault_reports
+from holdfast.drill.watch import broken
 from holdfast.errors import UnsupportedError, UsageError, UserError
 from holdfast.exits import Exit
 from holdfast.runtime.settings import RunSettings
@@ -87,8 +88,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Nothing was lost, and every fault was really injected."""
-        return self.identical and self.steps_lost == 0 and not self.missed and self.code == Exit.OK
+        """Nothing was lost, nothing of ours was broken, and every fault was really injected."""
+        right = self.identical and self.steps_lost == 0 and self.code == Exit.OK
+        return right and not self.missed and not self.reason
 
 
 def require_torch() -> None:
@@ -156,7 +158,9 @@ class Drill:
         """A run with ``faults``, compared with the undisturbed one."""
         reference = self.undisturbed()
         outcome = self._run(name, faults)
-        reason = "nothing moved any more: the run was ended" if outcome.stalled else ""
+        reason = "; ".join(broken(outcome.events))
+        if outcome.stalled:
+            reason = "nothing moved any more: the run was ended"
         wanted, digest = self._digest, ""
         if outcome.code == Exit.OK:
             wanted, digest = self._digests(reference, outcome)

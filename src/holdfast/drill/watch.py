@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,16 @@ class Run:
                 found[seen.rank] = seen
         return found
 
+    def broken(self) -> list[str]:
+        """Controllers and agents that ended with an error of their own: a successor hides it from the job."""
+        self.poll()
+        return broken(self.events)
+
     def committed_step(self) -> int:
         """The highest step that a page shows: ``step`` updates were done before it."""
         return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)
+
+
+def broken(events: Sequence[journal.Event]) -> list[str]:
+    """What controllers and agents ended with that had an error of their own."""
+    return [f"{e.kind}: {e.data['error']}" for e in events if e.kind in ("controller_broken", "agent_broken")]
