@@ -272,7 +272,7 @@ class Recovery:
         elif name == "quiesce-early" and self.phase == "fencing":
             for member in living:
                 if member.opened_step is None and not self._all_opened and member.rank not in self._reports:
-                    self.job.time_out(member, "did not answer while starting")
+                    self.job.kill(member, "did not answer while starting")  # as expected: no session is open
         elif name == "quiesce" and self.phase in ("fencing", "retrying"):
             for member in living:
                 if self.phase == "fencing" and member.rank not in self._reports:
