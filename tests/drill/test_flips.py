@@ -69,10 +69,11 @@ def test_a_wrong_copy_is_not_given_away(
 ) -> None:
     """A rank dies before the flip's turn has come: the survivors compare before anything is taken from them."""
     exercise = Exercise.builtin(
-        nproc=4, size="tiny", layout="ddp", steps=60, save_every=8, flags=("--verify-every", "1000", *flags)
+        nproc=4, size="tiny", layout="ddp", steps=120, save_every=40, flags=("--verify-every", "1000", *flags)
     )
     drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
-    faults = [Fault("flip", (2,), 25, "forward"), Fault(kind, (0,), 28, "forward")]
+    # Between two saves, the first one over: one that had to wait would compare before the kill.
+    faults = [Fault("flip", (2,), 70, "forward"), Fault(kind, (0,), 73, "forward")]
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
     assert verdict.identical and not verdict.missed and verdict.code == 0, verdict
