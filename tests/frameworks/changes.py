@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,41 @@ class Changes:
         Path("struck").touch()
         os.kill(os.getpid(), signal.SIGTERM if where == "term" else signal.SIGKILL)
         time.sleep(0.1)
+
+    def learn(self, step: Any, train: Callable[[Any], None], change: Callable[[int], None]) -> None:
+        """The block of a step, and what is behind it."""
+        number, last = step.number, (step.number + 1) % EPOCH_STEPS == 0
+        with step as batch:
+            if self.way == "block" and last:
+                change(number)
+            self.struck(number, "mid")
+            self.struck(number, "term")
+            train(batch)
+        if self.way == "behind" and step.committed and last:
+            self.struck(number, "behind")
+            change(number)
+            self.struck(number, "changed")
+
+    def loops(
+        self,
+        session: Any,
+        steps: Callable[[int], Iterable[Any]],
+        learn: Callable[[Any], None],
+        change: Callable[[int], None],
+    ) -> None:
+        """The whole training, in one loop or in one per epoch; ``steps``: of the loop that ends at its argument."""
+        for epoch in range(EPOCHS):
+            until = (epoch + 1) * EPOCH_STEPS if self.way == "between" else EPOCHS * EPOCH_STEPS
+            for step in steps(until):
+                number = step.number
+                if self.way == "before" and number and number % EPOCH_STEPS == 0 and not step.again:
+                    change(number)
+                    self.struck(number, "changed")
+                learn(step)
+            if self.way != "between":
+                break
+            change(session.step)
+            self.struck(session.step, "changed")
 
     def told(self, digest: str, holder: float, rate: float) -> None:
         """The end of this rank."""

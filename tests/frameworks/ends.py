@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from tests.frameworks.launched import Launched
@@ -26,6 +27,24 @@ class Ends:
             self._known[way], _ = self.of(self._folder / way, way)
             assert len(set(self._known[way])) == 1
         return self._known[way]
+
+    def check_killed(self, folder: Path, way: str, kill: str, flags: tuple[str, ...] = ()) -> None:
+        """One fault costs no step, and the ranks end as if there had been none."""
+        found, output = self.of(folder, way, kill, flags=flags)
+        assert found == self.calm(way), output
+        assert "1 fault, 0 steps lost" in output, output
+
+    def check_undisturbed_saves(self, folder: Path) -> None:
+        """A run with periodic saves, of which the final one is then taken away."""
+        found, output = self.of(folder, "behind", "", "save")
+        assert found == self.calm("behind"), output
+        for final in (folder / "ckpts").glob("step-00000009*"):
+            shutil.rmtree(final)
+
+    def check_next_start(self, folder: Path) -> None:
+        """The same command goes on after the sixth step, with what was done behind its block."""
+        found, output = self.of(folder, "behind", name="u")
+        assert found == self.calm("behind") and "resumed at step 6 " in output, output
 
     def of(
         self, folder: Path, *arguments: str, flags: tuple[str, ...] = (), code: int = 0, name: str = "t"

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import nn, ops
 
 import holdfast.mindspore
-from tests.frameworks.changes import EPOCH_STEPS, EPOCHS, Changes
+from tests.frameworks.changes import Changes
 
 
 class Job:
@@ -38,19 +38,9 @@ class Job:
 
     def learn(self, step: Any) -> None:
         """Its block, and what is behind it."""
-        way, number = self.changes.way, step.number
-        rng = np.random.default_rng(100 * number + self.rank)
+        rng = np.random.default_rng(100 * step.number + self.rank)
         x = rng.standard_normal((8, 8)).astype(np.float32)
-        with step:
-            if way == "block" and (number + 1) % EPOCH_STEPS == 0:
-                self.change(number)
-            self.changes.struck(number, "mid")
-            self.changes.struck(number, "term")
-            self.cell(ms.Tensor(x), ms.Tensor(x[:, :1].copy()))
-        if way == "behind" and step.committed and (number + 1) % EPOCH_STEPS == 0:
-            self.changes.struck(number, "behind")
-            self.change(number)
-            self.changes.struck(number, "changed")
+        self.changes.learn(step, lambda _: self.cell(ms.Tensor(x), ms.Tensor(x[:, :1].copy())), self.change)
 
     def digest(self) -> str:
         """Of all parameters."""
@@ -61,22 +51,11 @@ class Job:
 def main() -> None:
     """Train."""
     job = Job()
-    changes, way = job.changes, job.changes.way
-    save = {"save_every_steps": 3} if "save" in sys.argv else {}
+    changes = job.changes
+    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one, so none has to wait
     arguments: dict[str, Any] = {"checkpoint": "ckpts", "state": changes.state, **save}
     with holdfast.mindspore.session(job.cell, **arguments) as s:
-        for epoch in range(EPOCHS):
-            until = (epoch + 1) * EPOCH_STEPS if way == "between" else EPOCHS * EPOCH_STEPS
-            for step in s.steps(until=until):
-                number = step.number
-                if way == "before" and number and number % EPOCH_STEPS == 0 and not step.again:
-                    job.change(number)
-                    changes.struck(number, "changed")
-                job.learn(step)
-            if way != "between":
-                break
-            job.change(s.step)
-            changes.struck(s.step, "changed")
+        changes.loops(s, lambda until: s.steps(until=until), job.learn, job.change)
         if not s.exiting:
             rate = float(job.optimizer.learning_rate.asnumpy())
             changes.told(job.digest(), float(job.average.asnumpy().sum()), rate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import mindspore as ms
@@ -43,24 +42,17 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 def test_a_kill_leaves_the_bits_as_they_are(
     tmp_path: Path, ends: Ends, way: str, kill: str, flags: tuple[str, ...]
 ) -> None:
-    found, output = ends.of(tmp_path, way, kill, flags=flags)
-    assert found == ends.calm(way), output
-    assert "1 fault, 0 steps lost" in output, output
+    ends.check_killed(tmp_path, way, kill, flags)
 
 
 def test_a_graceful_exit_has_what_is_done_behind_the_block(tmp_path: Path, ends: Ends) -> None:
     ends.of(tmp_path, "behind", "0:5:term", code=75)
-    found, output = ends.of(tmp_path, "behind", name="u")
-    assert found == ends.calm("behind") and "resumed at step 6 " in output, output
+    ends.check_next_start(tmp_path)
 
 
 def test_a_periodic_save_has_it_too(tmp_path: Path, ends: Ends) -> None:
-    found, output = ends.of(tmp_path, "behind", "", "save")
-    assert found == ends.calm("behind"), output
-    for final in (tmp_path / "ckpts").glob("step-00000009*"):
-        shutil.rmtree(final)
-    found, output = ends.of(tmp_path, "behind", name="u")
-    assert found == ends.calm("behind") and "resumed at step 6 " in output, output
+    ends.check_undisturbed_saves(tmp_path)
+    ends.check_next_start(tmp_path)
 
 
 def held(extras: dict[str, object]) -> MindSporeState:

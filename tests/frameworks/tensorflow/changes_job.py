@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import holdfast.tensorflow
 from holdfast.adapters.tensorflow.adapter import place
-from tests.frameworks.changes import EPOCH_STEPS, EPOCHS, Changes
+from tests.frameworks.changes import EPOCH_STEPS, Changes
 
 BATCH = 16
 
@@ -71,20 +71,6 @@ class Job:
         weight = self.model.get_layer("first").kernel.numpy()
         self.average.assign((self.average.numpy() + weight) / 2)
 
-    def learn(self, step: Any) -> None:
-        """Its block, and what is behind it."""
-        way, number = self.changes.way, step.number
-        with step as batch:
-            if way == "block" and (number + 1) % EPOCH_STEPS == 0:
-                self.change(number)
-            self.changes.struck(number, "mid")
-            self.changes.struck(number, "term")
-            self.train(batch)
-        if way == "behind" and step.committed and (number + 1) % EPOCH_STEPS == 0:
-            self.changes.struck(number, "behind")
-            self.change(number)
-            self.changes.struck(number, "changed")
-
     def digest(self) -> str:
         """Of all variables."""
         from holdfast.adapters.tensorflow.state import TensorFlowState
@@ -98,22 +84,16 @@ class Job:
 def main() -> None:
     """Train."""
     job = Job()
-    changes, way = job.changes, job.changes.way
-    save = {"save_every_steps": 3} if "save" in sys.argv else {}
+    changes = job.changes
+    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one, so none has to wait
     arguments: dict[str, Any] = {"checkpoint": "ckpts", "state": changes.state, **save}
     with holdfast.tensorflow.session(job.model, strategy=job.strategy, **arguments) as s:
-        for epoch in range(EPOCHS):
-            until = (epoch + 1) * EPOCH_STEPS if way == "between" else EPOCHS * EPOCH_STEPS
-            for step in s.steps(batches, until=until):
-                number = step.number
-                if way == "before" and number and number % EPOCH_STEPS == 0 and not step.again:
-                    job.change(number)
-                    changes.struck(number, "changed")
-                job.learn(step)
-            if way != "between":
-                break
-            job.change(s.step)
-            changes.struck(s.step, "changed")
+        changes.loops(
+            s,
+            lambda until: s.steps(batches, until=until),
+            lambda step: changes.learn(step, job.train, job.change),
+            job.change,
+        )
         if not s.exiting:
             rate = float(job.model.optimizer.learning_rate.numpy())
             changes.told(job.digest(), float(job.average.numpy().sum()), rate)
