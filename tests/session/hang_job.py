@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from tests.session.once import first
 
 DIE_STEP, HANG_STEP, STEPS = 4, 14, 18
 
@@ -20,14 +21,6 @@ def spin() -> None:
     """Hang."""
     while True:
         pass
-
-
-def first(marker: Path) -> bool:
-    """True once per run."""
-    if marker.exists():
-        return False
-    marker.write_text("")
-    return True
 
 
 def main(place: Path) -> None:

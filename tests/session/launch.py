@@ -18,6 +18,7 @@ from holdfast.drill.watch import broken
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, working_in
 
+ROOT = Path(__file__).resolve().parents[2]  # jobs share helpers
 BOUND_S = 100.0  # below pytest's, which has what a test does beside its job in it
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 EVENTS_MAX = 60
@@ -36,9 +37,10 @@ def run_torchrun(where: Path, nproc: int, *arguments: str) -> subprocess.Complet
 
 def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """To its end. Where the wait fails, what the job said so far is printed, and nothing of it stays."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile() as output:  # a pipe would lose it with the exception
         job = subprocess.Popen(
-            command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from tests.session.once import first
 
 DIE_STEP, STEPS = 6, 10
 
@@ -20,14 +21,6 @@ DIE_STEP, STEPS = 6, 10
 def stuck() -> None:
     """An expression that takes for ever; whoever matches it holds the lock."""
     re.match("(a+)+$", "a" * 64 + "b")
-
-
-def first(marker: Path) -> bool:
-    """True once per run."""
-    if marker.exists():
-        return False
-    marker.write_text("")
-    return True
 
 
 def main(place: Path) -> None:

@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
+from tests.session.once import first
 
 DIE_STEP, STEPS, RANKS = 8, 12, 3
-
-
-def first(marker: Path) -> bool:
-    """True once per run."""
-    if marker.exists():
-        return False
-    marker.write_text("")
-    return True
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -183,10 +183,8 @@ class Story:
         self._seat(data["ranks"], data)
         for fault, _ in self._open:
             if not fault.action and fault.rank in data["ranks"]:  # a newcomer's: nothing new is decided
-                fault.action, fault.reason = (
-                    "replace",
-                    "it was lost before it had joined: the decision stands",
-                )
+                fault.action = "replace"
+                fault.reason = "it was lost before it had joined: the decision stands"
 
     def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
         nodes = data.get("nodes", ())  # older versions have said less

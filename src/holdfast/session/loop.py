@@ -176,9 +176,7 @@ class Loops:
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
-        self._adapter.remember(
-            self._rank.step
-        )  # what the script did since the last loop belongs to this place
+        self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
         end, begun_at = self._bound[1], self._rank.step
         self._rank.stand("")
         try:

@@ -37,10 +37,8 @@ MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
 CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 _WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
 _MARKER_SIZE_BYTES = 8 * _WORDS
-_WHOLE = slice(
-    _MARKER_SIZE_BYTES, _MARKER_SIZE_BYTES + 8
-)  # the digest of the marker once more, or the state is not
-_OWN = slice(_MARKER_SIZE_BYTES - 8, _MARKER_SIZE_BYTES)
+_OWN = slice(_MARKER_SIZE_BYTES - 8, _MARKER_SIZE_BYTES)  # the digest of these words
+_WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same once more when the state is whole
 _WORD_MAX = 2**63 - 1  # of a status page
 _DATA_AT = 4096
 _DIGEST_MAX = 2**64 - 1  # takes the most room
