@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from tests.session.once import first
 
 STEPS = 14
+REST_S = 18.0  # longer than ``offer_s``: for a survivor that is waited for twice, its death
 
 
 class Job:
@@ -297,6 +300,19 @@ def evaluating(job: Job) -> dict[str, Any]:
     return {"drawn": scores}
 
 
+def resting(job: Job) -> dict[str, Any]:
+    """Rank 0 does something of its own for long before a block, once."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            if step.number == 7 and job.rank == 0 and first(Path("rested")):
+                with s.section("rest"):
+                    time.sleep(REST_S)
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+    return {}
+
+
 def evaluating_shards(job: Job) -> dict[str, Any]:
     """The same with shards that one rank holds alone, kept in memory at every third step: a kill takes all back."""
     net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Dropout(0.2), nn.Linear(63, 6))
@@ -340,7 +356,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards, streaming, averaging, owning, leaving,
+        evaluating_shards, resting, streaming, averaging, owning, leaving,
     )
 }  # fmt: skip
 

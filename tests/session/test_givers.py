@@ -1,4 +1,7 @@
-"""Who is to give its state to a newcomer may be stopped: it is the one that is replaced, not the newcomer."""
+"""Who is to give its state to a newcomer may be stopped: it is the one that is replaced, not the newcomer.
+
+A newcomer that has joined is a survivor of the next fault.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,26 @@ from tests.session.launch import run_job
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
+def ends(where: Path) -> set[str]:
+    """What the ranks printed at the end."""
+    logs = sorted(where.glob("runs/*/attempt-*/rank-*.log"))
+    return {line for log in logs for line in log.read_text().splitlines() if line.startswith("ends at")}
+
+
 def test_a_survivor_that_is_stopped_when_it_is_asked_for_its_state_is_replaced(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, str(Path(__file__).with_name("giver_job.py")))
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stopped").exists()
     assert "rank 0: did not give its state within 15 s" in done.stdout
     assert "did not join" not in done.stdout and "0 steps lost" in done.stdout
-    logs = sorted(tmp_path.glob("runs/*/attempt-*/rank-*.log"))
-    ends = {line for log in logs for line in log.read_text().splitlines() if line.startswith("ends at")}
-    assert len(ends) == 1 and f"ends at {STEPS}:" in ends.pop()
+    assert len(ends(tmp_path)) == 1 and f"ends at {STEPS}:" in ends(tmp_path).pop()
+
+
+def test_a_newcomer_that_has_joined_gives_its_state_when_the_next_fault_comes_before_the_job_goes_on(
+    tmp_path: Path,
+) -> None:
+    done = run_job(tmp_path, 4, str(Path(__file__).with_name("joined_job.py")))
+    assert done.returncode == 0 and (tmp_path / "joined").exists(), done.stdout
+    assert "did not give its state" not in done.stdout, done.stdout
+    assert ", 3 faults, 0 steps lost" in done.stdout, done.stdout
+    assert len(ends(tmp_path)) == 1, done.stdout

@@ -92,6 +92,16 @@ def test_kills_leave_the_bits_as_they_are(
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
 
 
+def test_a_survivor_that_takes_long_before_its_block_stays(
+    tmp_path: Path, calm: Callable[[str], Calm]
+) -> None:
+    """It is asked for its digests and for its state, and both wait for the script."""
+    code, output, told = run(tmp_path / "job", "resting", "1:7:start")
+    assert code == 0 and "did not give its state" not in output, output
+    assert ", 1 fault, 0 steps lost" in output, output
+    assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("plain").told], output
+
+
 @pytest.mark.parametrize("kills", [["1:8:mid", "2:10:start"], ["0:9:end"]], ids=",".join)
 def test_what_comes_before_a_block_is_done_again_by_all_or_none(
     tmp_path: Path, calm: Callable[[str], Calm], kills: list[str]

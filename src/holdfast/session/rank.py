@@ -499,7 +499,7 @@ class Rank:
         """A newcomer is ready for its first step: says so, and waits for all to go on."""
         if not self.joining or self.client is None:
             return
-        self.joining = False
+        self.joining, self.behind = False, ""  # it has come to its block: fenced there, it gives its state
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self._calls.joined(self.step)
         self.await_resume()

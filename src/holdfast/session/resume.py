@@ -214,12 +214,14 @@ class Resume:
             all_loaded, stopped = self._agree([int(loaded is not None), int(fatal is not None)])
             if all_loaded == self._adapter.world_size:
                 return loaded
-            if fatal is not None:
-                raise fatal
             if stopped:
-                raise CheckpointMismatch(
-                    f"{path} cannot be loaded by {plural(stopped, 'rank')}; {self._hear_why()}"
-                )
+                if fatal is None:
+                    told = f"{path} cannot be loaded by {plural(stopped, 'rank')}; {self._hear_why()}"
+                    log.error("holdfast: %s", told)
+                    fatal = CheckpointMismatch(told)
+                # Nobody leaves before all have heard and told why: the first one who does ends the run.
+                self._agree([0])
+                raise fatal
             reason = reason or "another rank could not load it"
             log.warning("holdfast: rejected checkpoint %s: %s", path.name, reason)
             reasons.append(f"{path.name}: {reason}")

@@ -124,6 +124,9 @@ class Saver:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
+        self._script_until: tuple[Generation, float] | None = (
+            None  # all that one decision asks for waits once
+        )
         self.given = Given(rank, adapter)
         self._giver: Giver | None = None
         if rank.client is not None:
@@ -441,9 +444,11 @@ class Saver:
         """
         if self._rank.behind == "out" and (settle.then != "replace" or self.given.by_framework):
             return
-        rank, deadline_s = self._rank, time.monotonic() + SCRIPT_TIMEOUT_S
+        rank = self._rank
+        if self._script_until is None or self._script_until[0] != settle.generation:
+            self._script_until = settle.generation, time.monotonic() + SCRIPT_TIMEOUT_S
         while rank.behind and not rank.away and rank.machine.fenced == settle.generation:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > self._script_until[1]:
                 if rank.behind == "block":
                     log.warning(
                         "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
