@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,33 @@ def test_a_bad_extent_is_healed_from_the_other_copy(tmp_path: Path) -> None:
             flip(shard, shard.stat().st_size - 1000)
     with pytest.raises(CheckpointInvalid, match="no intact copy of"):
         load(path, world)
+
+
+def test_what_is_judged_valid_loads_wherever_two_extents_are_bad(tmp_path: Path) -> None:
+    """Copies that are cut differently: the rest of a damaged box makes up for another one."""
+    world = replicated(3, {"w": random_array((3, 140_000), "float64", 1)})
+    save(tmp_path, world, save_id(), copies=2)
+    path = tmp_path / save_id().directory()
+    with opened(path) as source:
+        boxes = source.index.boxes["w"]
+    assert {box.record.box.sizes[0] for box in boxes} == {1, 2}, "no box is the copy of another"
+    extents = [(box, start) for box in boxes for start, _, _ in box.extents()]
+    answers: set[bool] = set()
+    for (one, here), (other, there) in combinations(extents, 2):
+        for box, start in ((one, here), (other, there)):
+            flip(path / box.name, start)
+        valid = inspect(path, deep=True).valid
+        answers.add(valid)
+        if valid:
+            state = world.state(0, empty=True)
+            load_into(path, state.targets())
+            world.check(state)
+        else:
+            with pytest.raises(CheckpointInvalid, match="no intact copy of w"):
+                load_into(path, world.state(0, empty=True).targets())
+        for box, start in ((one, here), (other, there)):
+            flip(path / box.name, start)
+    assert answers == {True, False}
 
 
 def test_two_bad_copies_of_one_extent_are_fatal(tmp_path: Path) -> None:

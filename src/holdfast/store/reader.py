@@ -3,9 +3,10 @@
 Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
 stored box is read in extents, because an extent is what a digest covers. Extents that are contiguous in the target are
 read into place, others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered together,
-and hashed while the processor has them in its cache. An extent that fails its digest excludes its stored box, and what
-it should have given is asked from another copy. What the page cache has already is read without waiting, and in small
-pieces; a mapping would cost more than it spares, because each of its pages is mapped and unmapped for one use.
+and hashed while the processor has them in its cache. An extent that fails its digest counts no more, and what it should
+have given is asked from another copy; the rest of its box may still make up for others. What the page cache has
+already is read without waiting, and in small pieces; a mapping would cost more than it spares, because each of its
+pages is mapped and unmapped for one use.
 
 Invariants:
 1. When the call returns, every element of every target came from an extent whose digest matched.
@@ -253,14 +254,15 @@ class Loader:
 
     def load(self, wanted: list[tuple[Target, Box]]) -> None:
         """Fill the regions; bad extents are asked again from other copies until none is left."""
-        excluded: set[tuple[str, int]] = set()
+        damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by where their box begins
         why: dict[str, str] = {}
         while wanted:
-            bad = self._execute(self._assign(wanted, excluded, why))
+            bad = self._execute(self._assign(wanted, damaged, why))
             wanted = []
             for failed in bad:
                 read = failed.read
-                excluded.add((read.stored.name, read.stored.record.start))
+                box = read.stored.name, read.stored.record.start
+                damaged.setdefault(box, set()).update(range(read.first, read.last))
                 why.setdefault(read.stored.record.fqn, failed.why)
                 self.healed.append(failed.why)
                 wanted += [
@@ -271,18 +273,25 @@ class Loader:
                 ]
 
     def _assign(
-        self, wanted: Sequence[tuple[Target, Box]], excluded: set[tuple[str, int]], why: Mapping[str, str]
+        self,
+        wanted: Sequence[tuple[Target, Box]],
+        damaged: Mapping[tuple[str, int], set[int]],
+        why: Mapping[str, str],
     ) -> list[Read]:
         """Choose stored boxes that cover each wanted region once, and cut them into reads."""
         chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
         known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
+        sound: dict[str, tuple[list[Stored], tuple[Box, ...]]] = {}
         for target, region in wanted:
-            candidates = [
-                stored
-                for stored in self.index.boxes.get(target.fqn, ())
-                if (stored.name, stored.record.start) not in excluded
-            ]
-            question = region, tuple(stored.record.box for stored in candidates)
+            if target.fqn not in sound:
+                parts = [
+                    (stored, part)
+                    for stored in self.index.boxes.get(target.fqn, ())
+                    for part in _sound_parts(stored, damaged.get((stored.name, stored.record.start), ()))
+                ]
+                sound[target.fqn] = [stored for stored, _ in parts], tuple(part for _, part in parts)
+            candidates, boxes = sound[target.fqn]
+            question = region, boxes
             if question not in known:  # a model has few shapes, and one layout
                 known[question] = _cover(*question)
             given, rest = known[question]
@@ -420,13 +429,26 @@ def _why(file: SourceFile, read: Read) -> str:
 
 def _scatter_sound(read: Read, data: memoryview, wrong: Sequence[int]) -> None:
     """Copy what was verified to the regions that want it."""
+    for some in _without(read, wrong):
+        at = some.start - read.start
+        _scatter(some, data[at : at + some.size_bytes])
+
+
+def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
+    """The runs of a read between the extents that are wrong (ascending)."""
     begin = read.first
     for end in (*wrong, read.last):
         if begin < end:
-            some = read.cut(begin, end)
-            at = some.start - read.start
-            _scatter(some, data[at : at + some.size_bytes])
+            yield read.cut(begin, end)
         begin = end + 1
+
+
+def _sound_parts(stored: Stored, bad: Collection[int]) -> Iterable[Box]:
+    """What a stored box still gives without its bad extents."""
+    if not bad:
+        return (stored.record.box,)
+    whole = Read(stored, 0, len(stored.record.digests), (), None)
+    return (part for run in _without(whole, sorted(bad)) for part in run.parts())
 
 
 def _scatter(read: Read, data: memoryview) -> None:
