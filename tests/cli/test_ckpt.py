@@ -240,6 +240,18 @@ def test_an_output_whose_name_cannot_be_shown_is_refused(
         assert code == 3 and "next: " in err and [p.name for p in tmp_path.iterdir()] == ["root"]
 
 
+def test_a_place_that_is_no_text_is_said_as_well_as_it_can_be(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    code, out, _ = run(capsys, "merge", "--json", f"{root}@10", str(odd / "all.safetensors"))
+    assert code == 0 and json.loads(out) == [f"{tmp_path}/\\udcff/all.safetensors"]
+    for command in (["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]):
+        code, out, err = run(capsys, *command, "--json", str(odd))
+        assert (code, out) == (2, "") and "is no valid Unicode" in err and "  next: rename it" in err
+
+
 def test_commands_to_copy_are_quoted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = tmp_path / "my root"
     root.rename(odd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,29 @@ def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="empty text"):
         holdfast.load("", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_no_message_can_name_is_refused_on_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of another encoding: the first periodic save ended the training with an error of the encoder."""
+    odd = tmp_path / os.fsdecode(b"models \xe9t\xe9")
+    odd.mkdir()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match="is no valid Unicode"):
+        holdfast.session(model=model, optimizer=optimizer, checkpoint=odd)
+    with pytest.raises(UsageError, match="is no valid Unicode"):
+        holdfast.load(odd, model)
+    link = tmp_path / "models"
+    link.symlink_to(odd)
+    with holdfast.session(model=model, optimizer=optimizer, checkpoint=link, save=1) as session:
+        for step in session.steps(range(2)):
+            with step:
+                optimizer.zero_grad()
+                model(torch.ones(4, 4)).sum().backward()
+                optimizer.step()
+    assert holdfast.load(link, net()).step == 2
+    monkeypatch.chdir(odd)
+    with pytest.raises(UsageError, match="is no valid Unicode"):
+        holdfast.session(model=model, optimizer=optimizer, checkpoint="checkpoints")

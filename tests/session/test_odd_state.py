@@ -119,6 +119,14 @@ def test_what_cannot_be_saved_is_refused_on_entry(tmp_path: Path, value: Any, wh
     assert refused.value.message and not list(tmp_path.iterdir())
 
 
+def test_a_buffer_whose_name_is_no_text_is_refused_on_entry(tmp_path: Path) -> None:
+    module = net()
+    module.register_buffer("b\udcff", torch.ones(1))
+    with pytest.raises(StateError, match=r"'b\\udcff' is no valid Unicode"):
+        train(module, 1, tmp_path, {})
+    assert not list(tmp_path.iterdir())
+
+
 def held() -> dict[str, Any]:
     """State that the script holds, too."""
     return {

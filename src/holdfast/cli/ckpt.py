@@ -325,7 +325,8 @@ def _needs_torch() -> None:
 
 def _say_made(made: Iterable[str], as_json: bool) -> None:
     if as_json:
-        _say_json(list(made))
+        # What is no valid Unicode is written as in the text: JSON cannot hold it.
+        _say_json([name.encode(errors="backslashreplace").decode() for name in made])
     else:
         click.echo("\n".join(made))
 

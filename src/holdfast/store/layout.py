@@ -554,7 +554,7 @@ def check_name(fqn: str) -> None:
     """Refuse a name that cannot be a key of a safetensors file.
 
     Raises:
-        StateError: empty, too long, reserved or with control characters.
+        StateError: empty, too long, reserved, no valid Unicode or with control characters.
     """
     if not 0 < len(fqn) <= FQN_LENGTH_MAX:
         raise StateError(
@@ -563,3 +563,5 @@ def check_name(fqn: str) -> None:
         )
     if fqn == "__metadata__" or any(c < " " or c == "\x7f" for c in fqn):
         raise StateError(f"tensor name {fqn!r} is reserved or holds control characters")
+    if any("\ud800" <= c <= "\udfff" for c in fqn):
+        raise StateError(f"tensor name {fqn!r} is no valid Unicode")

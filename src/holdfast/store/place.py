@@ -82,7 +82,7 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
 
     Raises:
         UsageError: see :meth:`Url.parse`; an empty text (an unset variable would mean the current directory); a URL
-            that went through ``pathlib``, which loses a slash.
+            that went through ``pathlib``, which loses a slash; a path that is no valid Unicode.
     """
     if isinstance(where, Url):
         return where
@@ -98,10 +98,22 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
         raise UsageError(
             f"{text.partition(':')[0]}:/ lacks a slash", hint="give the URL as text, not as pathlib.Path"
         )
-    return Path(text)
+    return _sayable(Path(text))
 
 
 def absolute(where: Place | str | os.PathLike[str]) -> Place:
     """As :func:`place_of`; a path is made absolute."""
     place = place_of(where)
-    return place.absolute() if isinstance(place, Path) else place
+    return _sayable(place.absolute()) if isinstance(place, Path) else place
+
+
+def _sayable(path: Path) -> Path:
+    """``path``, when messages and JSON can name it. Raises: UsageError."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{str(path)!r} is no valid Unicode: the processes of a job cannot tell each other of it",
+            hint="rename it, or reach it through a symbolic link with another name",
+        ) from None
+    return path
