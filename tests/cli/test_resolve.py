@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast.cli.flags import FLAGS
-from holdfast.cli.resolve import Request, resolve, shown_local_ranks, worker_count
+from holdfast.cli.nodes import Nodes
+from holdfast.cli.resolve import Request, resolve, shown_local_ranks, worker_counts
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
-from holdfast.errors import UsageError
+from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.settings import RunSettings, new_launch, without_launch
 from holdfast.runtime.spawn import thread_count
 from holdfast.store.manifest import attempt_key
@@ -106,26 +107,54 @@ def test_signals() -> None:
     assert signal.SIGINT in asked().signals
 
 
-def test_worker_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker_count("3") == 3
-    assert worker_count("cpu") == len(os.sched_getaffinity(0))
-    for bad in ("0", "-1", "4097", "1.5", ""):
+ONE_NODE = Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", 1.0)
+
+
+def test_worker_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_counts("3", ONE_NODE) == (3,)
+    assert worker_counts("cpu", ONE_NODE) == (len(os.sched_getaffinity(0)),)
+    for bad in ("0", "-1", "4097", "1.5", "", "2,", "2,auto", "2,1"):
         with pytest.raises(UsageError, match="nproc-per-node"):
-            worker_count(bad)
+            worker_counts(bad, ONE_NODE)
     monkeypatch.setenv("PYTHON_EXEC", "/nonexistent/python")
     with pytest.raises(UsageError, match="could not count devices"):
-        worker_count("gpu")
+        worker_counts("gpu", ONE_NODE)
 
 
-def test_worker_count_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_two_sizes(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 64)
+
+    def nodes(counts: str, **values: Any) -> RunSettings:
+        return asked(**{"nnodes": "2:3", "master_addr": "127.0.0.1", "token_file": str(token),
+                        "nproc_per_node": counts} | values).settings  # fmt: skip
+
+    several = [nodes("2,5", node_rank=number) for number in range(3)]
+    assert [each.nproc for each in several] == [2, 5, 5], "the spare has room for the larger"
+    assert {(each.nprocs, each.workers) for each in several} == {((2, 5), 7)}
+    assert [several[0].group(rank) for rank in (0, 1, 2, 6)] == [(0, 2), (0, 2), (1, 5), (1, 5)]
+    equal = nodes("2,2")
+    assert (equal.nproc, equal.nprocs, equal.workers, equal.group(3)) == (2, (), 4, (1, 2))
+    with pytest.raises(UsageError, match="is for 3 nodes, and ranks are on 2"):
+        nodes("2,5,5")
+    with pytest.raises(UsageError, match="which of these is this host's"):
+        nodes("2,5", rdzv_endpoint="127.0.0.1:29")
+    with pytest.raises(UnsupportedError, match="2 nodes of 2 and 5 workers: steps are run in equal parts"):
+        nodes("2,5", node_rank=0, shrink_to=1)
+    with pytest.raises(UsageError, match="a job has at most"):
+        nodes(",".join(["4096", "1"] * 1024), nnodes="2048")
+
+
+def test_worker_counts_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that has no torch: auto counts CPUs, gpu is refused."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o700)
     monkeypatch.setenv("PYTHON_EXEC", str(bare))
-    assert worker_count("auto") == len(os.sched_getaffinity(0))
+    assert worker_counts("auto", ONE_NODE) == (len(os.sched_getaffinity(0)),)
     with pytest.raises(UsageError, match="no such device"):
-        worker_count("gpu")
+        worker_counts("gpu", ONE_NODE)
 
 
 @pytest.mark.parametrize(

@@ -59,17 +59,20 @@ class Hosts:
     def __init__(
         self, net: Network, base: Path, nnodes: str, script: str = LOOP, args: tuple[str, ...] = (), nproc: int = 1,
         flags: tuple[str, ...] = (), torch: bool = False, table: bool = False, first: str = "",
+        counts: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.net = net
         self.base = base
         self.nnodes = nnodes
-        self.nproc = nproc
+        self.counts = counts or (nproc,)
         self.flags = flags
         self.table = table  # hosts learn who they are from a rank table, all by the same command
         self.first = first or net.address(0)  # what --master-addr says
         base.mkdir(exist_ok=True)
         if table:
-            (base / "table.json").write_bytes(make([net.address(i) for i in range(len(net.names))], nproc))
+            (base / "table.json").write_bytes(
+                make([net.address(i) for i in range(len(net.names))], self.counts)
+            )
         self.script = base / "train.py"
         self.script.write_text(script)
         self.args = args
@@ -101,7 +104,7 @@ class Hosts:
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
             place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
-                     "--nproc-per-node", str(self.nproc)]  # fmt: skip
+                     "--nproc-per-node", ",".join(map(str, self.counts))]  # fmt: skip
             words = [
                 *self.net.on(index), HOLDFAST, "run", "--token-file", str(self.token),
                 *(["--rank-table", str(self.base / "table.json")] if self.table else place),

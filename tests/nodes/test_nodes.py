@@ -47,13 +47,13 @@ else:
 """Rank 0 leaves a key behind and ends; the others read it when there is a file ``enough``."""
 
 
-def alone(base: Path, steps: int) -> str:
+def alone(base: Path, steps: int, workers: int = 2) -> str:
     """Digest of the same training on one node, undisturbed."""
     script = base / "alone.py"
     script.write_text(TRAIN)
     subprocess.run(
-        [HOLDFAST, "run", "--nproc-per-node", "2", "--run-dir", str(base / "alone"), str(script), str(steps), "0",
-         str(base / "alone-out")], cwd=base, env=clean_environment(), check=True, capture_output=True, timeout=60,
+        [HOLDFAST, "run", "--nproc-per-node", str(workers), "--run-dir", str(base / "alone"), str(script), str(steps),
+         "0", str(base / "alone-out")], cwd=base, env=clean_environment(), check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     return (base / "alone-out-0").read_text()
 
@@ -151,6 +151,28 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
         assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
     digests = {path.read_text() for path in tmp_path.glob("out-*")}
     assert digests == {alone(tmp_path, 70)}
+
+
+@pytest.mark.torch
+def test_hosts_of_two_sizes_and_a_spare_for_the_larger(net: Network, tmp_path: Path) -> None:
+    told = "print('placed', *map(os.environ.get, ('LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE')), flush=True)"
+    script = TRAIN.replace("\ntorch.set_num", f"\n{told}\ntorch.set_num")
+    words = ("70", "0.3", str(tmp_path / "out"))
+    with Hosts(net, tmp_path, "2:3", script, words, torch=True, counts=(1, 2)) as hosts:
+        hosts.start()
+        hosts.wait_event(0, "resumed")
+        hosts.kill(1)
+        hosts.wait_event(0, "recovered")
+        hosts.let_end()
+        assert [hosts.wait(0), hosts.wait(2)] == [0, 0], hosts.output(0)
+        seats = [e.data["nodes"] for e in hosts.events(0, "generation_started")]
+        assert seats == [["node0", "node1", "node1"], ["node0", "node2", "node2"]]
+        assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
+        logs = [
+            log.read_text() for i in (0, 2) for log in sorted(hosts.run(i).path.glob("attempt-*/rank-*.log"))
+        ]
+    assert [log.splitlines()[0] for log in logs] == ["placed 1 0 2", "placed 2 1 2", "placed 2 1 2"]
+    assert {path.read_text() for path in tmp_path.glob("out-*")} == {alone(tmp_path, 70, 3)}
 
 
 SHRINK = TRAIN.replace("torch.nn.Dropout(0.2)", "torch.nn.Tanh()").replace(

@@ -313,7 +313,7 @@ def test_any_value_anywhere_gives_mistakes_or_a_table(data: st.DataObject) -> No
     st.sets(st.ip_addresses(v=4).map(str), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from(["1.0", "1.2"])
 )  # fmt: skip
 def test_what_is_made_has_no_mistake(hosts: set[str], nproc: int, version: str) -> None:
-    table = check(make(list(hosts), nproc, version)).table
+    table = check(make(list(hosts), [nproc], version)).table
     assert table is not None
     assert [server.name for server in table.servers] == sorted(hosts)
     assert table.world_size == len(hosts) * nproc
@@ -325,11 +325,11 @@ def test_make_takes_device_addresses_and_refuses_nonsense() -> None:
         "address_\u00b2=192.168.0.3\n" + f"address_{'9' * 5000}=192.168.0.4\n"
     )
     assert cards == {0: "192.168.0.1", 1: "192.168.0.2"}
-    table = check(make(["10.0.0.1"], 2, device_addresses={"10.0.0.1": cards})).table
+    table = check(make(["10.0.0.1"], [2], device_addresses={"10.0.0.1": cards})).table
     assert table is not None and [d.address for d in table.servers[0].devices] == list(cards.values())
     with pytest.raises(UsageError, match="'host1' is no address"):
-        make(["host1"], 1)
+        make(["host1"], [1])
     with pytest.raises(UsageError, match="there already"):
-        make(["10.0.0.1", "10.0.0.1"], 1)
+        make(["10.0.0.1", "10.0.0.1"], [1])
     with pytest.raises(UnsupportedError, match=r"2\.0 is not written"):
-        make(["10.0.0.1"], 1, "2.0")
+        make(["10.0.0.1"], [1], "2.0")

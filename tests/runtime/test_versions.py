@@ -101,7 +101,7 @@ def test_another_torch_is_warned_of_once_and_trained_with(
 @pytest.mark.parametrize("name, text", [("torch", "2" * 65), ("t" * 65, "2")])
 def test_a_hello_with_endless_versions_is_no_message(name: str, text: str) -> None:
     peer = Peer(NodeId("node1"), "/home", "127.0.0.1", 1)
-    hello = PeerHello(peer=peer, job="", nodes=2, slots=1, holdfast="1", versions={"torch": "2"})
+    hello = PeerHello(peer=peer, job="", nodes=2, slots=(1,), holdfast="1", versions={"torch": "2"})
     assert PEER_MESSAGES.decode(PEER_MESSAGES.encode(hello)) == hello
     bad: list[PeerMessage] = [
         msgspec.structs.replace(hello, versions={name: text}),

@@ -71,7 +71,7 @@ def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | 
 
 
 FLAGS: tuple[Flag, ...] = (
-    _used("--nproc-per-node", "text", "workers to start: a number, auto, cpu, gpu or xpu", "1"),
+    _used("--nproc-per-node", "text", "workers to start: a number (8,4: for each node), auto, cpu, gpu or xpu", "1"),
     _used("--nnodes", "text", "nodes that hold ranks, or MIN:MAX: those beyond MIN wait as spares", "1:1"),
     _own("--shrink-to", "whole", "when nodes are lost and no spare waits, go on with at least so many: the "
          "same batch per step, taken in parts; grows back when a node comes; 0: wait for a node", 0),

@@ -33,7 +33,7 @@ def logs(
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)
     log_dir = watch.log_dir
-    ranks = settings.nproc * settings.nnodes
+    ranks = settings.workers
     if rank is not None and not 0 <= rank < ranks:
         raise UsageError(f"run {settings.run_id} has ranks 0 to {ranks - 1}, not {rank}",
                          hint=f"holdfast status {name_of(directory.path)}")  # fmt: skip

@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from holdfast.cli.errors import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
-from holdfast.runtime.settings import JOIN_S, RunSettings
+from holdfast.runtime.settings import JOIN_S, RunSettings, shape
 from holdfast.wording import plural
 
 DEFAULT_PORT = 29500
+NPROC_MAX = 4096
 LOOK_S = 1.0
 ANSWER_S = 2.0  # a host that is up answers a dial within this, be it by a refusal
 RUN_HELP = "holdfast run --help"
@@ -28,6 +29,7 @@ class Nodes(NamedTuple):
 
     least: int
     most: int
+    number: int  # of this node; -1: it has a name instead
     node: str
     contacts: tuple[str, ...]
     first_contacts: int  # so many of them are addresses of the first one
@@ -83,11 +85,11 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
         )
     join_s = _join_s(str(values["rdzv_conf"] or ""))
     if most == 1:
-        return Nodes(1, 1, "node0", (), 1, "127.0.0.1", join_s)
+        return Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", join_s)
     node = f"node{number}"
     if "node_rank" not in given and "rdzv_endpoint" in given:
         host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
-        node = f"{host}-{secrets.token_hex(2)}"
+        number, node = -1, f"{host}-{secrets.token_hex(2)}"
     asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
     text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
     contacts = [_contact(item.strip(), join_s) for item in text.split(",") if item.strip()]
@@ -98,7 +100,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
         )
     bind = _bind(values["bind"], contacts[0], join_s)
     reached = [contact.reached(bind) for contact in contacts]
-    return Nodes(least, most, node, sum(reached, ()), len(reached[0]), bind, join_s)
+    return Nodes(least, most, number, node, sum(reached, ()), len(reached[0]), bind, join_s)
 
 
 def _join_s(conf: str) -> float:
@@ -199,7 +201,19 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
             yield address
 
 
-def shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
+def read_counts(asked: str) -> tuple[int, ...]:
+    """The numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
+    words = [word.strip() for word in asked.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= NPROC_MAX for word in words):
+        raise UsageError(
+            f"--nproc-per-node {asked} is neither a number from 1 to {NPROC_MAX} (8,4: nodes of two sizes) nor auto, "
+            "cpu, gpu or xpu",
+            hint=RUN_HELP,
+        )
+    return tuple(map(int, words))
+
+
+def shrink_to(values: Mapping[str, Any], nodes: Nodes, counts: Sequence[int]) -> int:
     """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
     least = int(values["shrink_to"])
     if least == 0:
@@ -207,6 +221,11 @@ def shrink_to(values: Mapping[str, Any], nodes: Nodes) -> int:
     if not 0 < least < nodes.least:
         raise UsageError(
             f"--shrink-to {least} with {plural(nodes.least, 'node')} for ranks: 1 to {nodes.least - 1} can be meant",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    if len(counts) > 1:
+        raise UnsupportedError(
+            f"--shrink-to with {shape(nodes.least, counts)}: steps are run in equal parts, by nodes of one size only",
             hint="leave --shrink-to out to wait for a node instead",
         )
     if values["framework"] != "torch":
@@ -235,7 +254,7 @@ def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
         return ()
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
     spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
-    notes = [f"{where}; {plural(nodes.least, 'node')} of {plural(settings.nproc, 'worker')}{spares}"]
+    notes = [f"{where}; {shape(settings.nnodes, settings.counts)}{spares}"]
     if nodes.bind.startswith("127."):
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"

@@ -45,9 +45,10 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
         )
     path = Path(values["rank_table"]).absolute()
     table = load(path)
-    nproc = _nproc(path, table)
-    _agree(values, given, "nproc_per_node", str(nproc), path)
-    told: dict[str, Any] = {"nproc_per_node": str(nproc)}
+    counts = [len(server.devices) for server in table.servers]
+    workers = ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+    _agree(values, given, "nproc_per_node", workers, path)
+    told: dict[str, Any] = {"nproc_per_node": workers}
     if len(table.servers) == 1 and "nnodes" not in given:
         return Placed({**values, **told}, given, str(path), _ids(table.servers[0]))
     if not table.servers[0].name:
@@ -61,7 +62,7 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
         told["master_addr"] = _address(table.servers[0], path)
     if "bind" not in given and not spare:
         told["bind"] = _address(table.servers[number], path)
-    ids = tuple(range(nproc)) if spare else _ids(table.servers[number])
+    ids = tuple(range(max(counts))) if spare else _ids(table.servers[number])
     return Placed({**values, **told}, given | {"node_rank"}, str(path), ids)
 
 
@@ -88,17 +89,6 @@ def load(path: Path) -> RankTable:
 
 def _ids(server: Server) -> tuple[int, ...]:
     return tuple(device.device_id for device in server.devices)
-
-
-def _nproc(path: Path, table: RankTable) -> int:
-    counts = [len(server.devices) for server in table.servers]
-    if len(set(counts)) > 1:
-        raise UsageError(
-            f"the hosts of the rank table {path} have {', '.join(map(str, counts))} devices: "
-            f"a run has equally many workers on each",
-            hint="leave devices of the larger hosts out",
-        )
-    return counts[0]
 
 
 def _agree(values: Mapping[str, Any], given: frozenset[str], key: str, told: str, path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from holdfast.cli.nodes import read_counts
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
 from holdfast.runtime.ranktable import (
@@ -18,6 +19,7 @@ from holdfast.runtime.ranktable import (
     refusal,
 )
 from holdfast.runtime.rundir import write_private
+from holdfast.runtime.settings import shape
 from holdfast.store.given import read_given
 from holdfast.wording import plural
 
@@ -53,17 +55,18 @@ def check_file(file: Path, as_json: bool) -> int:
 
 @ranktable.command(name="make")
 @click.option("--hosts", required=True, help="Addresses of the hosts, with commas.")
-@click.option("--nproc-per-node", "--nproc_per_node", type=click.IntRange(1, 4096), required=True,
-              help="Devices of each host.")  # fmt: skip
+@click.option("--nproc-per-node", "--nproc_per_node", required=True,
+              help="Devices of each host: a number, or one for each of --hosts.")  # fmt: skip
 @click.option("--version", "version", type=click.Choice(SERVER_VERSIONS), default="1.0", show_default=True)
 @click.option("--hccn", multiple=True, metavar="HOST=FILE", help="The host's /etc/hccn.conf, for device_ip.")
 @click.option("--output", type=click.Path(path_type=Path), help="File to write (default: print it).")
 def make_file(
-    hosts: str, nproc_per_node: int, version: str, hccn: tuple[str, ...], output: Path | None
+    hosts: str, nproc_per_node: str, version: str, hccn: tuple[str, ...], output: Path | None
 ) -> int:
-    """Write a table of equal hosts, in the order that the format wants."""
+    """Write a table of hosts, in the order that the format wants."""
     names = [name.strip() for name in hosts.split(",") if name.strip()]
-    data = make(names, nproc_per_node, version, dict(_addresses(each, names) for each in hccn))
+    counts = read_counts(nproc_per_node)
+    data = make(names, counts, version, dict(_addresses(each, names) for each in hccn))
     if names != sorted(names):
         click.echo(f"note: ranks follow the letters of the addresses: {', '.join(sorted(names))}", err=True)
     if output is None:
@@ -74,9 +77,7 @@ def make_file(
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}", hint="--output FILE in a directory that can be "
                          "written") from error  # fmt: skip
-    click.echo(
-        f"{output}: {len(names)} x {plural(nproc_per_node, 'rank')}; holdfast run --rank-table {output} ..."
-    )
+    click.echo(f"{output}: {shape(len(names), counts)}; holdfast run --rank-table {output} ...")
     return Exit.OK
 
 

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from holdfast.cli.flags import BY_KEY, FLAGS
-from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_nodes, read_secret, shrink_to
+from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_counts, read_nodes, read_secret, shrink_to
 from holdfast.cli.placing import place
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
@@ -72,8 +72,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     kind = _kind(values)
     _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
     target = find_target(kind, script)
-    nproc = worker_count(str(values["nproc_per_node"]))
-    _refuse_too_many(nodes, nproc)
+    counts = worker_counts(str(values["nproc_per_node"]), nodes)
+    nproc = workers_of(nodes, counts)
     run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
     log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
@@ -86,10 +86,10 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         command=("holdfast", *sys.argv[1:]),
         created_at=time.time(),
         nproc=nproc,
+        nprocs=counts if len(counts) > 1 else (),
         nnodes=nodes.least,
         nnodes_max=nodes.most,
-        nnodes_min=shrink_to(values, nodes),
-        node_rank=int(values["node_rank"]),
+        nnodes_min=shrink_to(values, nodes, counts),
         node=nodes.node,
         contacts=nodes.contacts,
         first_contacts=nodes.first_contacts,
@@ -237,38 +237,48 @@ def _check_module(name: str) -> None:
                           hint="check the name; for a file leave -m out")  # fmt: skip
 
 
-def worker_count(asked: str) -> int:
-    """``--nproc-per-node`` as a number, counted as torchrun counts.
+def worker_counts(asked: str, nodes: Nodes) -> tuple[int, ...]:
+    """``--nproc-per-node``: one number for all nodes, or one for each by ``--node-rank``, where they differ.
 
     Raises:
-        UsageError: not a positive number, or no such device.
+        UsageError: no numbers, not so many as nodes, no such device, or too many ranks in all.
     """
-    if asked == "cpu":
-        return len(os.sched_getaffinity(0))
-    if asked in _COUNT_DEVICES:
-        count = _count_devices(asked)
-        if count > 0:
-            return count
-        if asked == "auto":
-            return len(os.sched_getaffinity(0))
+    counts = (_of_devices(asked),) if asked in ("cpu", *_COUNT_DEVICES) else read_counts(asked)
+    if len(counts) not in (1, nodes.least):
         raise UsageError(
-            f"--nproc-per-node {asked}: torch sees no such device here", hint="use auto, cpu or a number"
+            f"--nproc-per-node {asked} is for {len(counts)} nodes, and ranks are on {nodes.least}",
+            hint="a number for each node of --nnodes (of MIN in MIN:MAX), or one for all",
         )
-    if not asked.isdecimal() or not 1 <= int(asked) <= 4096:
+    if len(counts) > 1 and nodes.number < 0:
         raise UsageError(
-            f"--nproc-per-node {asked} is neither a number from 1 to 4096 nor auto, cpu, gpu or xpu",
-            hint=RUN_HELP,
+            f"--nproc-per-node {asked}: which of these is this host's?",
+            hint="--node-rank K on each host, from 0",
         )
-    return int(asked)
-
-
-def _refuse_too_many(nodes: Nodes, nproc: int) -> None:
-    """Ranks whose votes would not fit the sums. Raises: UsageError."""
-    if nodes.least * nproc > WORLD_SIZE_MAX:
+    if (sum(counts) if len(counts) > 1 else nodes.least * counts[0]) > WORLD_SIZE_MAX:
         raise UsageError(
-            f"--nnodes {nodes.least} with --nproc-per-node {nproc}: a job has at most {WORLD_SIZE_MAX} ranks",
+            f"--nnodes {nodes.least} with --nproc-per-node {asked}: a job has at most {WORLD_SIZE_MAX} ranks",
             hint="start fewer nodes, or fewer workers on each",
         )
+    return counts if len(set(counts)) > 1 else counts[:1]
+
+
+def workers_of(nodes: Nodes, counts: Sequence[int]) -> int:
+    """Those of this node; a spare one can take the place of any."""
+    if len(counts) == 1:
+        return counts[0]
+    return counts[nodes.number] if nodes.number < nodes.least else max(counts)
+
+
+def _of_devices(asked: str) -> int:
+    """As torchrun counts. Raises: UsageError."""
+    count = _count_devices(asked) if asked in _COUNT_DEVICES else 0
+    if count > 0:
+        return count
+    if asked in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    raise UsageError(
+        f"--nproc-per-node {asked}: torch sees no such device here", hint="use auto, cpu or a number"
+    )
 
 
 def _count_devices(kind: str) -> int:

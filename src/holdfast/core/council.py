@@ -35,6 +35,7 @@ class PeerHello(Message, frozen=True):
     """First message on a line between agents: who I am, what I was started with, and whom I know.
 
     Attributes:
+        slots: workers of each node, or one number where all have as many.
         holdfast: my version; an agent with another one does not belong to the job.
         versions: of what else should be the same everywhere.
     """
@@ -42,7 +43,7 @@ class PeerHello(Message, frozen=True):
     peer: Peer
     job: str
     nodes: int
-    slots: int
+    slots: tuple[int, ...]
     known: tuple[Peer, ...] = ()
     holdfast: VersionText = ""
     versions: Versions = msgspec.field(default_factory=dict)

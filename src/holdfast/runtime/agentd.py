@@ -552,7 +552,7 @@ def agent_config(settings: RunSettings) -> AgentConfig:
         port=free_port(host) if host else 0,
         grace_s=settings.grace_s,
         spares=0 if settings.library else settings.spares,
-        world_size=settings.nnodes * settings.nproc,
+        world_size=settings.workers,
     )
 
 

@@ -77,7 +77,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
     """The controller's settings for this run. Several nodes are watched more closely than one."""
     config = Config(
         run_id=settings.saves_as,
-        world_size=settings.nproc * settings.nnodes,
+        world_size=settings.workers,
         nnodes=settings.nnodes,
         nodes_min=settings.nnodes_min,
         voters=voters if len(voters) > 1 else (),

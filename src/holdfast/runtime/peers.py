@@ -25,7 +25,7 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.environment import alike
 from holdfast.runtime.rundir import RunDir, write_private
-from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.settings import RunSettings, shape
 from holdfast.wire import SAME_VERSION, Codec
 from holdfast.wording import plural
 
@@ -214,7 +214,7 @@ class Peers:
     def _greet(self, channel: Channel[PeerMessage]) -> None:
         settings, known = self._settings, tuple(self.known.values())
         hello = PeerHello(
-            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.nproc, known=known,
+            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.counts, known=known,
             holdfast=VERSION, versions=self._versions,
         )  # fmt: skip
         channel.send(hello)
@@ -287,11 +287,12 @@ class Peers:
                 f"{peer.node_id} has holdfast {hello.holdfast or 'of a version that it does not say'}, "
                 f"{self.me} has {VERSION}\n  next: {SAME_VERSION}"
             )
-        if (hello.nodes, hello.slots) != (settings.nnodes, settings.nproc):
+        if (hello.nodes, hello.slots) != (settings.nnodes, settings.counts):
             return (
-                f"{peer.node_id} was started for {plural(hello.nodes, 'node')} of {plural(hello.slots, 'worker')}, "
-                f"{self.me} for {settings.nnodes} of {settings.nproc}"
-                "\n  next: the same --nnodes and --nproc-per-node on every host"
+                f"{peer.node_id} was started for {shape(hello.nodes, hello.slots)}, "
+                f"{self.me} for {shape(settings.nnodes, settings.counts)}"
+                "\n  next: the same --nnodes and --nproc-per-node on every host; where they differ in size the list "
+                "of all, --nproc-per-node 8,4"
             )
         if self.job and hello.job and self.job != hello.job:
             return (

@@ -449,15 +449,15 @@ def _shown(value: Any) -> str:
 
 def make(
     hosts: Sequence[str],
-    nproc: int,
+    counts: Sequence[int],
     version: str = "1.0",
     device_addresses: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bytes:
-    """A table of equal hosts, in the order that version 1.0 wants; always valid.
+    """A table of hosts, in the order that version 1.0 wants; always valid.
 
     Args:
         hosts: an address of each.
-        nproc: devices of each host, from 0.
+        counts: devices of each host, from 0; one number for all.
         version: ``1.0`` or ``1.2`` (one super pod).
         device_addresses: by host and device, where they are known.
 
@@ -465,23 +465,31 @@ def make(
         UsageError: hosts that are no addresses, or twice the same.
         UnsupportedError: another version.
     """
+    if len(counts) not in (1, len(hosts)):
+        raise UsageError(
+            f"{plural(len(counts), 'number')} of devices for {plural(len(hosts), 'host')}",
+            hint="--hosts 10.0.0.1,10.0.0.2 --nproc-per-node 8,4, or one number for all",
+        )
     if version not in SERVER_VERSIONS:
         raise UnsupportedError(
             f"a rank table of version {version} is not written", hint="--version 1.0 or 1.2"
         )
     known = device_addresses or {}
     servers: list[dict[str, Any]] = []
-    for i, host in enumerate(sorted(hosts)):
+    by_host = dict(zip(hosts, counts if len(counts) > 1 else [*counts] * len(hosts), strict=True))
+    first = 0
+    for host in sorted(hosts):
         addresses = known.get(host, {})
         devices = [
             {
                 "device_id": str(k),
                 **({"device_ip": addresses[k]} if k in addresses else {}),
-                **({"super_device_id": str(i * nproc + k)} if version == "1.2" else {}),
-                "rank_id": str(i * nproc + k),
+                **({"super_device_id": str(first + k)} if version == "1.2" else {}),
+                "rank_id": str(first + k),
             }
-            for k in range(nproc)
+            for k in range(by_host[host])
         ]
+        first += by_host[host]
         servers.append({"server_id": host, "host_ip": host, "device": devices, "host_nic_ip": "reserve"})
     value: dict[str, Any] = {"version": version, "server_count": str(len(servers)), "server_list": servers}
     if version == "1.2":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +17,7 @@ from holdfast.core.progress import Limits
 from holdfast.errors import UsageError
 from holdfast.runtime.frameworks import FrameworkName
 from holdfast.runtime.rundir import write_private
+from holdfast.wording import plural
 
 SETTINGS_FILE = "run.json"
 JOIN_S = 120.0
@@ -29,6 +33,13 @@ def new_launch() -> str:
 def without_launch(name: str) -> str:
     """The part of ``RunSettings.saves_as`` that all starts of the run share."""
     return re.sub(r"-s[0-9a-f]{6}$", "", name)
+
+
+def shape(nodes: int, counts: Sequence[int]) -> str:
+    """In words: ``2 nodes of 8 workers``, ``2 nodes of 8 and 4 workers``."""
+    *first, last = map(str, counts)
+    workers = f"{', '.join(first)} and {last} workers" if first else plural(counts[0], "worker")
+    return f"{plural(nodes, 'node')} of {workers}"
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +59,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()  # the command line as typed, for reports
     created_at: float = 0.0  # Unix time
 
-    nproc: int = 1
+    nproc: int = 1  # workers of this node
+    nprocs: tuple[int, ...] = ()  # of each node that holds ranks, by their numbers; empty: ``nproc`` on all
     nnodes: int = 1  # nodes that hold ranks
     nnodes_max: int = 1  # with those that wait as spares
     nnodes_min: int = 0  # fewest to go on with when some are lost; 0: never with fewer
-    node_rank: int = 0
     node: str = "node0"  # name of this node, the same for a successor agent
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``
     # "host:port" of agents to ask first; the owner of the first one founds the job.
@@ -115,6 +126,24 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.job or not self.launch:
             return self.job_id
         return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Workers of each node; one number where all have as many."""
+        return self.nprocs or (self.nproc,)
+
+    @property
+    def workers(self) -> int:
+        """Ranks of the job when all nodes are there."""
+        return sum(self.nprocs) or self.nproc * self.nnodes
+
+    def group(self, rank: int) -> tuple[int, int]:
+        """The number of the node whose place ``rank`` has, and how many workers it has."""
+        if not self.nprocs:
+            return rank // self.nproc, self.nproc
+        ends = list(accumulate(self.nprocs))
+        number = bisect_right(ends, rank)
+        return number, self.nprocs[number]
 
     @property
     def several(self) -> bool:

@@ -96,14 +96,15 @@ def thread_count(settings: RunSettings) -> int:
 def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, str]:
     """The variables of one worker: torchrun's, ours, and the user's on top."""
     member = order.assignment
-    several = settings.several
+    group, here = settings.group(member.rank)
+    groups = len(settings.nprocs) or order.world_size // settings.nproc
     return {
         "RANK": str(member.rank),
         "LOCAL_RANK": str(member.local_rank),
         "WORLD_SIZE": str(order.world_size),
-        "LOCAL_WORLD_SIZE": str(settings.nproc),
-        "GROUP_RANK": str(member.rank // settings.nproc if several else settings.node_rank),
-        "GROUP_WORLD_SIZE": str(order.world_size // settings.nproc if several else settings.nnodes),
+        "LOCAL_WORLD_SIZE": str(here),
+        "GROUP_RANK": str(group),
+        "GROUP_WORLD_SIZE": str(groups),
         "ROLE_RANK": str(member.rank),
         "ROLE_WORLD_SIZE": str(order.world_size),
         "ROLE_NAME": settings.role,
@@ -121,7 +122,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, st
         "HOLDFAST_GENERATION": str(order.generation),
         "HOLDFAST_RESUME": order.resume,
         "HOLDFAST_JOIN": "1" if order.join else "",
-        "HOLDFAST_PARTS": str(settings.nproc * settings.nnodes // order.world_size),
+        "HOLDFAST_PARTS": str(settings.workers // order.world_size),
         "HOLDFAST_SPARE": order.spare,
         "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
         **_table_env(settings, order),
