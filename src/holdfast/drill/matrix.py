@@ -65,7 +65,7 @@ def rows(verdict: Verdict) -> Iterator[str]:
     for fault in verdict.faults:
         resumed = "never" if fault.resumed_s is None else f"{fault.resumed_s:6.2f} s"
         place = f"{fault.kind:9}  {fault.phase:9}  rank {fault.rank}  step {fault.step:4}"
-        yield f"  {place}  {resumed}  lost {fault.steps_lost}"
+        yield f"  {place}  {resumed}  {'redone' if fault.redone else 'lost'} {fault.steps_lost}"
 
 
 def summary(name: str, verdict: Verdict) -> str:
@@ -74,6 +74,7 @@ def summary(name: str, verdict: Verdict) -> str:
         plural(len(verdict.faults), "fault"),
         f"weights {'identical' if verdict.identical else 'DIFFERENT'}",
         f"{plural(verdict.steps_lost, 'step')} lost",
+        *([f"{verdict.steps_redone} redone from memory"] if verdict.steps_redone else []),
         f"in doubt {verdict.decisions_forward} forward {verdict.decisions_back} back",
         f"{verdict.disturbed_s:.0f} s",
         *(f"not injected: {missed}" for missed in verdict.missed),
