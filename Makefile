@@ -19,7 +19,7 @@ PYTESTS := $(shell test "$$(env -u OMP_NUM_THREADS nproc)" -ge 4 && echo 3 || ec
 # The tests start a thousand processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions bench clean storm
+.PHONY: help venv drill test check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -65,6 +65,9 @@ storm: venv  ## second and third kills inside every phase of a recovery, then a 
 
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
+
+lost-nodes: venv  ## seconds from the loss of a node to the next step at full size, a spare waits (3 minutes, root)
+	$(VENV)/bin/python -m tests.nodes.lost
 
 memory: venv  ## the memory tier: lost shards, torn and damaged states, lost hosts; each compared bit for bit (3 minutes)
 	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py tests/nodes/test_memory.py

@@ -1,0 +1,81 @@
+"""From the loss of a node to the next step at full size: ``python -m tests.nodes.lost [--rounds 5]`` (root).
+
+Three hosts as network namespaces, ``--nnodes 2:3``, a small DDP model; the third host waits as a spare. In turns: all
+processes of a node are gone, or its cable is cut both ways; a node, or the one on which the controller runs. The clock
+starts before the first kill or the cut, and stops when the log says that all ranks have committed a step
+(``recovered``). No step may be lost.
+
+Prints markdown: seconds, min / median / max.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+from holdfast.errors import InternalError
+from tests.nodes.cables import Network
+from tests.nodes.jobs import TRAIN, Hosts
+
+KINDS = ("all processes of a node", "a cable, cut both ways")
+PLACES = ("", ", the controller runs there")
+STEPS, PAUSE_S = "4000", "0.05"
+
+
+def controller(hosts: Hosts) -> int:
+    """The host that runs it."""
+    return next(index for index in (0, 1, 2) if hosts.events(index, "elected"))
+
+
+def measure(net: Network, base: Path, strike: Callable[[Hosts, int], None], at_controller: bool) -> float:
+    """Seconds of one loss.
+
+    Raises:
+        InternalError: steps were lost.
+    """
+    with Hosts(net, base, "2:3", TRAIN, (STEPS, PAUSE_S, str(base / "out")), torch=True) as hosts:
+        hosts.start()
+        for index in (0, 1):
+            hosts.wait_step(index, 5)
+        leader = controller(hosts)
+        lost = leader if at_controller else int(leader == 0)
+        begun_s = time.time()
+        strike(hosts, lost)
+        event = hosts.wait_event(1 - lost, "recovered")
+        net.mend(lost)
+    if event.data["steps_lost"]:
+        raise InternalError(f"{event.data['steps_lost']} steps lost: {base}")
+    return event.t_wall - begun_s
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    strikes: tuple[Callable[[Hosts, int], None], ...] = (
+        lambda hosts, lost: hosts.kill(lost),
+        lambda hosts, lost: hosts.net.cut(lost),
+    )
+    found: dict[tuple[int, int], list[float]] = {case: [] for case in product((0, 1), (0, 1))}
+    with tempfile.TemporaryDirectory() as base, Network(3) as net:
+        for number in range(rounds):
+            for kind, there in found:
+                place = Path(base) / f"{number}-{kind}-{there}"
+                found[kind, there].append(measure(net, place, strikes[kind], bool(there)))
+                print(
+                    f"round {number + 1} of {rounds}: {KINDS[kind]}{PLACES[there]}: {found[kind, there][-1]:.2f} s"
+                )
+    print("\n| lost, a spare waits | min | median | max |\n|---|---|---|---|")
+    for (kind, there), seconds in found.items():
+        cells = (min(seconds), statistics.median(seconds), max(seconds))
+        print(f"| {KINDS[kind]}{PLACES[there]} | {' | '.join(f'{each:.2f}' for each in cells)} |")
+
+
+if __name__ == "__main__":
+    main()
