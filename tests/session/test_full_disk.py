@@ -1,7 +1,8 @@
-"""A checkpoint disk that is full for a while."""
+"""A checkpoint disk, or a memory to save from, that is full for a while."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from holdfast.errors import StoreWriteError
 from holdfast.store.root import Root
 from tests.runtime.runs import until
+from tests.session.launch import run_job
+from tests.session.room_job import STEPS
 from tests.session.test_solo import Job
 
 pytestmark = pytest.mark.torch
@@ -56,3 +59,36 @@ def test_a_last_save_that_fails_leaves_nothing(tiny_disk: Path, fails: bool) -> 
             if fails and step.number == 1:
                 raise ZeroDivisionError
     assert not list((tiny_disk / "ckpt").iterdir())
+
+
+@pytest.mark.processes
+def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Path) -> None:
+    """Its periodic save fails on one rank alone: the others, who had handed theirs over, waited for ever."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")))
+    assert done.returncode == 0, done.stdout
+    assert f"rank 1 could not save step {STEPS}: no memory for a copy" in done.stdout
+    newest = Root(tmp_path / "ckpt").newest_valid(deep=True).require()
+    assert newest.save_id is not None and (newest.step, newest.save_id.kind) == (STEPS, "final")
+
+
+@pytest.mark.parametrize("full", ["memory", "disk"])
+def test_a_periodic_save_that_failed_is_no_reason_not_to_rescue(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture, full: str
+) -> None:
+    job, ballast = Job(width=1500), tiny_disk / "ballast"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(ZeroDivisionError), job.session(checkpoint=tiny_disk / "ckpt", save=2) as s:
+        for step in s.steps(job.loader, until=3):
+            if step.number == 2:
+                until("the save has failed", lambda: "step 2 was not saved" in caplog.text)
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                ballast.unlink(missing_ok=True)
+                raise ZeroDivisionError
+            with step as batch:
+                job.update(batch)
+            if step.number == 1 and full == "memory":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+            elif step.number == 1:
+                ballast.write_bytes(bytes(1_000_000))
+    newest = Root(tiny_disk / "ckpt").newest_valid(deep=True).require()
+    assert newest.save_id is not None and (newest.step, newest.save_id.kind) == (2, "last-gasp")

@@ -165,7 +165,7 @@ class Saver:
             self._giver.stop()
 
     def saved(self, step: int) -> None:
-        """All ranks of this generation have saved (or loaded) ``step``."""
+        """All ranks of this generation have saved (or loaded) ``step``, or tried to: see :meth:`is_written`."""
         self._saved = self._rank.machine.generation, step
 
     @property
@@ -235,6 +235,9 @@ class Saver:
             self._report(save_id, error)
             if wait:
                 raise
+            # The others have handed theirs over, and ask all ranks whether it is written.
+            self.saved(save_id.step)
+            self._unwritten = self._saved
             return False
         finally:
             if not self._rank.fenced:
@@ -483,7 +486,10 @@ class Saver:
 
     def rescue(self, frozen: bool) -> None:
         """A process without a launcher is about to end by an exception: keep its last committed step."""
-        if self.root is None or self.is_saved or self._rank.client is not None:
+        if self.root is None or self._rank.client is not None:
+            return
+        self._background.wait()
+        if self.is_saved and self._unwritten != self._saved:
             return
         save_id = SaveId(self._run, self._rank.machine.generation, self._rank.step, 1, "last-gasp")
         try:
