@@ -15,6 +15,7 @@ from holdfast.store.files import Directory
 from holdfast.store.local import LocalStore
 from holdfast.store.opening import open_store
 from holdfast.store.root import Root, resolve
+from holdfast.store.validity import inspect
 from tests.store.worlds import pipeline, replicated, save, save_id
 
 WORLD = pipeline(edge=8)
@@ -125,6 +126,40 @@ def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_p
         assert Root(tmp_path).prune(1).spared == {save_id(10).directory(): "is being read or written"}
     assert Root(tmp_path).prune(1).removed == (save_id(10).directory(),)
     assert [p.name for p in tmp_path.iterdir()] == [save_id(20).directory()]
+
+
+def test_an_interrupted_removal_is_not_in_the_way_of_the_next_one_of_that_name(tmp_path: Path) -> None:
+    """A failed import, say, removed and made again: nothing could be pruned in this root any more."""
+    left = tmp_path / f".removing-{save_id(5).directory()}"
+    left.mkdir()
+    (left / "shard-r00000-000.safetensors").touch()
+    wreck(tmp_path, 5)
+    save(tmp_path, WORLD, save_id(10))
+    assert Root(tmp_path).prune(1, grace_s=0).removed == (save_id(5).directory(),)
+    assert [p.name for p in tmp_path.iterdir()] == [save_id(10).directory()]
+
+
+def test_nobody_holds_what_has_been_removed(tmp_path: Path) -> None:
+    """Opened before, locked after: what a writer put into it was lost, and reported as sealed."""
+    store, name = LocalStore(tmp_path), save_id(5).directory()
+    with store.create(name) as writer:
+        assert store.remove(name)
+        assert not writer.hold()
+        with store.create(name) as other:
+            assert other.hold() and not writer.hold()
+
+
+def test_prune_spares_what_is_being_verified(tmp_path: Path) -> None:
+    """Reading it all takes long, and a job goes on to save and prune meanwhile."""
+    for step in (10, 20):
+        save(tmp_path, WORLD, save_id(step))
+    root = Root(tmp_path)
+    spared: list[dict[str, str]] = []
+    path = tmp_path / save_id(10).directory()
+    found = inspect(path, deep=True, progress=lambda _: spared.append(root.prune(1).spared))
+    assert found.valid, found.reason
+    assert {tuple(each.items()) for each in spared} == {((path.name, "is being read or written"),)}
+    assert root.prune(1).removed == (path.name,)
 
 
 def test_an_attempt_whose_age_cannot_be_asked_is_a_typed_error(

@@ -72,8 +72,15 @@ class LocalAttempt(Directory):
     parallel = 1
 
     def hold(self) -> bool:
-        """As :meth:`Attempt.hold`."""
-        return self.lock(shared=True)
+        """As :meth:`Attempt.hold`. Who opened it before a removal and comes after it gets the lock, too, but not the
+        name."""
+        if not self.lock(shared=True):
+            return False
+        with reading(self.path):
+            try:
+                return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+            except FileNotFoundError:
+                return False
 
     def open_file(self, name: str) -> LocalFile:
         """As :meth:`Attempt.open_file`."""
@@ -139,6 +146,8 @@ class LocalStore:
         with directory, writing(self.path / name):
             if not directory.lock(shared=False):
                 return False
+            # What an interrupted removal of one of this name has left would be in the way.
+            shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
             try:
                 os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
             except FileNotFoundError:  # another process was faster

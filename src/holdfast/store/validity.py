@@ -131,9 +131,11 @@ def inspect(
     step = (form.attempt_key(place_of(path).name) or (-1,))[0]
     try:
         with open_attempt(path) as directory:
-            index = read_index(directory)
             if not deep:
-                return judge(directory, index)
+                return judge(directory, read_index(directory))
+            if not directory.hold():  # to read it all takes long
+                raise CheckpointInvalid(f"{directory.path}: is being removed")
+            index = read_index(directory)
             more = (*check_copies(directory, index), *check_contents(directory, index, threads, progress))
             return msgspec.structs.replace(judge(directory, index, more), deep=True)
     except CheckpointInvalid as error:
