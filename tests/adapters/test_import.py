@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,8 @@ from holdfast.adapters.torch.keys import KEYS, restore_keys
 from holdfast.adapters.torch.state import TorchState
 from holdfast.cli.main import answer
 from holdfast.core.ids import STEP_MAX
-from holdfast.errors import CheckpointInvalid, StateError, UsageError
+from holdfast.errors import CheckpointInvalid, StateError, StoreWriteError, UsageError
+from holdfast.store.files import Directory
 from holdfast.store.place import Place
 from holdfast.store.reader import load_catalogue
 from holdfast.store.reader import load_values as read_values
@@ -54,6 +56,28 @@ def imported(tmp_path: Path, tree: Any, **given: Any) -> Place:
     """The checkpoint that a torch.save file of ``tree`` becomes."""
     torch.save(tree, tmp_path / "t.pt")
     return import_checkpoint(tmp_path / "t.pt", tmp_path / "root", **given)
+
+
+def test_an_import_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A full disk, or a kill: the same command again, when there is room, makes it."""
+    torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "t.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(StoreWriteError, match="File too large"):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "root")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (left,) = (tmp_path / "root").iterdir()
+    with Directory.open(left) as other:
+        assert other.lock(shared=True)
+        with pytest.raises(UsageError, match="exists"):
+            import_checkpoint(tmp_path / "t.pt", tmp_path / "root")
+    assert import_checkpoint(tmp_path / "t.pt", tmp_path / "root") == left
+    assert inspect(left, deep=True).sealed
+    with pytest.raises(UsageError, match="exists"):
+        import_checkpoint(tmp_path / "t.pt", tmp_path / "root")
+    assert inspect(left, deep=True).sealed
 
 
 def test_a_step_that_no_directory_can_be_named_after_is_refused(

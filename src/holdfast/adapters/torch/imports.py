@@ -28,9 +28,11 @@ from holdfast.adapters.torch.sources import read_source
 from holdfast.adapters.torch.state import Collected
 from holdfast.adapters.values import Plain, split
 from holdfast.adapters.weights import EXTRA_STATE
+from holdfast.core.ids import SaveId
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, place_of
 from holdfast.store.root import Root
+from holdfast.store.validity import inspect
 from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
@@ -82,11 +84,20 @@ def import_checkpoint(
     if parts.renamed:
         old, new = next(iter(parts.renamed.items()))
         note(f"names are taken without the prefix of DDP or torch.compile: {old} is {new}")
-    name = import_id(done).directory()
-    if name in Root(target).names():
-        raise UsageError(f"{target / name} exists", hint="name another directory or --step")
+    _make_way(target, import_id(done))
     collected = Collected()
     return write_imported(target, done, collected, parts.split(collected), progress)
+
+
+def _make_way(target: Place, save_id: SaveId) -> None:
+    """Remove what an import that failed or was killed has left.
+
+    Raises:
+        UsageError: one that was finished is there, or somebody is at it.
+    """
+    root, name = Root(target), save_id.directory()
+    if name in root.names() and not (inspect(target / name).unfinished and root.discard(save_id)):
+        raise UsageError(f"{target / name} exists", hint="name another directory or --step")
 
 
 def _step(parts: _Parts, source: Path) -> int:
