@@ -53,6 +53,15 @@ def test_flips_that_nothing_can_tell_are_no_breach(seed: int, memory: int) -> No
     assert (result.code, result.step) == (Exit.OK, 12)
 
 
+def test_two_flipped_copies_are_not_equal() -> None:
+    """Both holders of a shard, before either is compared."""
+    flips = tuple(SimFault(kind="flip", at_s=at_s, rank=rank) for at_s, rank in ((0.75, 1), (0.78, 3)))
+    for seed in range(20):
+        result = run_sim(5, seed, flips)
+        assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
+        assert result.recovered, f"seed {seed}: nobody was told that they differ"
+
+
 def test_undisturbed_run_needs_no_recovery() -> None:
     result = run_sim(8, 1)
     assert (result.code, result.step, result.recovered) == (Exit.OK, 12, 0)

@@ -23,6 +23,7 @@ CATALOGUE_TIMEOUT_S = 15.0
 CONTENTS = 3
 CHANGES = 0.5  # per step, of all ranks together
 NEWCOMERS_THAT_DIFFER = 0.3
+FLIPPED = 100_003  # more than there are ranks: no sum of flipped copies, with their factors, is zero
 
 
 @cache
@@ -121,11 +122,15 @@ class Holding:
     def digest(self, differs: bool) -> int:
         """Of this rank's copy, times its factor."""
         sharers = self._sharers()
-        return (7 + differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
+        return self._content(differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
 
     def copy(self, differs: bool) -> CopyDigest:
         """What this rank says of its copy when it is asked."""
-        return CopyDigest(_text(self._sharers()), "w", 7 + differs)
+        return CopyDigest(_text(self._sharers()), "w", self._content(differs))
+
+    def _content(self, differs: bool) -> int:
+        """Another one for each rank whose copy has a flipped bit: two flips do not make two copies equal."""
+        return 7 + differs * (1 + FLIPPED * (self._owner.rank + 1) ** 2)
 
     def _tell(self, telling: Telling | None) -> None:
         owner = self._owner
