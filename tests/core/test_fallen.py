@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
+    AgentHello,
     ExitAgreed,
     FaultSeen,
     Fence,
@@ -22,7 +23,7 @@ from holdfast.core.messages import (
     WorkerHello,
 )
 from holdfast.exits import Exit
-from tests.core.test_controller import Job
+from tests.core.test_controller import NODE, Job
 
 
 def live(world_size: int = 3) -> Job:
@@ -201,3 +202,20 @@ def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() ->
         says(job, rank, "aborted", 100, kept=(100,), rewind=0)
     assert job.record("planned")["step"] == 100
     assert job.record("verdict")["action"] == "replace_from_memory"
+
+
+def test_who_leaves_for_the_fence_is_no_reason_to_try_what_cannot_work_once_more() -> None:
+    """All ranks find the same mistake in their input; the fence for the first one overtakes what the others say."""
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.post(
+        WorkerFailed(
+            member_id=job.members[0], generation=job.generation, step=0, kind="CheckpointMismatch", what="w",
+            traceback="", digest="d", user_error=True,
+        )
+    )  # fmt: skip
+    for rank, code in ((1, Exit.RESTART), (0, Exit.BAD_INPUT), (2, Exit.RESTART)):
+        job.exit(rank, "starting", 0, code=int(code))
+    assert job.record("verdict")["action"] == "stop_bad_input"
+    assert job.outcome().code == Exit.BAD_INPUT

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.core.membership import Member
 from holdfast.core.messages import Field
 from holdfast.core.policy import Failure
+from holdfast.exits import Exit
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
 SEEN: tuple[Seen, ...] = get_args(Seen)
@@ -34,6 +35,7 @@ class Fault(msgspec.Struct, kw_only=True):
     at_s: float  # when it happened, as far as anyone can tell
     phase: str = ""  # where the worker was
     failure: Failure | None = None
+    follows: bool = False  # the member left because the generation was fenced: it is never the reason
     passed: dict[Seen, float] = {}
     steps_lost: int = 0
     freed_s: float = 0.0  # until the last survivor was out of its collective; 0: unknown
@@ -53,6 +55,7 @@ class Fault(msgspec.Struct, kw_only=True):
             at_s=min(died_s, now),
             phase=exited.detail if exited else "",
             failure=failure,
+            follows=exited is not None and exited.code == Exit.RESTART,
         )
 
     def passes(self, phase: Seen, now: float) -> None:
