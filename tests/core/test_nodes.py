@@ -21,6 +21,7 @@ from holdfast.core.messages import (
     Rolled,
     SaveReported,
     Send,
+    SetTimer,
     Settle,
     Settled,
     StartMembers,
@@ -297,6 +298,33 @@ def test_too_few_nodes_wait() -> None:
     drop(job, NodeId("node1"))
     assert job.controller.recovery.phase == "waiting"
     assert not any(r.kind == "resized" for r in job.records)
+
+
+def test_a_node_that_was_silent_for_a_while_is_not_waited_for_when_it_is_back() -> None:
+    """Its line was never closed, so it says no second hello: the job stood still beside it, and ended after 120 s."""
+    job = Job(world_size=2).up(3)
+    job.exit(0)
+    job.settle(1, "aborted", 5)
+    job.seal(job.sent(Settle)[0])
+    for _ in range(4):
+        job.post(Tick(name="beat"), 1.0)
+    job.exit(1, "aborted", code=int(Exit.RESTART))
+    assert job.record("node_suspected")["reason"] == "no heartbeat for 3 s"
+    assert job.controller.recovery.phase == "waiting"
+    job.post(AgentBeat(node_id=A))
+    (order,) = job.sent(StartMembers)
+    assert [seat.rank for seat in order.members] == [0, 1]
+
+
+def test_who_waits_for_nodes_waits_for_enough_of_them_and_not_for_ever() -> None:
+    """One that comes and goes gave the others another 120 s each time."""
+    job = smaller(nodes_min=4)
+    drop(job, NodeId("node1"))
+    said = len(job.log)
+    job.post(AgentHello(node_id=NodeId("node2"), slots=2, pid=2, host="node2", port=7))
+    beat(job, set(job.controller.job.slots))
+    assert job.controller.recovery.phase == "waiting"
+    assert SetTimer(name="startup", delay_s=120.0) not in job.log[said:]
 
 
 def test_a_newcomer_takes_the_rank_of_a_lost_node_on_one_with_a_free_slot() -> None:

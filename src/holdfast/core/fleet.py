@@ -105,8 +105,7 @@ class Fleet:
         else:
             # The nodes in their order, if they are all about to come.
             job.timer("assemble", job.config.rejoin_s)
-        if self.recovery.phase == "waiting":
-            self.recovery.launch(now)
+        self._launch_waiting(now)
 
     def _roll(self) -> None:
         """Tell the agents who is there: the electorate follows, one change at a time.
@@ -127,9 +126,15 @@ class Fleet:
         if idle and not job.config.library and len(job.slots) >= job.config.nnodes:
             self.recovery.launch(now)
 
+    def _launch_waiting(self, now: float) -> None:
+        """Start the ranks that wait for nodes. One that was only silent for a while does not say hello again."""
+        if self.recovery.phase == "waiting" and self.job.fits:
+            self.recovery.launch(now)
+
     def agent_beat(self, now: float, node_id: NodeId) -> None:
         """A heartbeat. The first one after a hello closes that node's list of members."""
         self.job.liveness.beat(node_id, now)
+        self._launch_waiting(now)
         seen = self._returning.pop(node_id, None)
         if seen is None:
             return

@@ -196,6 +196,11 @@ class Job:
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     def room(self) -> int:
+    @property
+    def fits(self) -> bool:
+        """The nodes that are heard can hold all ranks to start."""
+        return sum(slots for _, slots in self._up()) >= self.room()
+
         """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
 
         Nodes are left out until their number divides the full one, so that each step can be made of a whole number of
