@@ -177,7 +177,8 @@ def test_a_death_after_the_last_save_of_an_exit_ends_the_run() -> None:
     assert not job.sent(StartMembers), "a newcomer would train alone"
 
 
-def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() -> None:
+def gone_back() -> Job:
+    """Rank 1 was lost at step 105; all are told to go on at 100, which is in the memory of each."""
     job = live()
 
     def whole(layouts: Layouts, sources: tuple[int, ...]) -> str:
@@ -197,6 +198,11 @@ def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() ->
     newcomer.live, newcomer.opened_step = True, 100
     job.post(Joined(member_id=job.members[1], generation=job.generation, step=100))
     assert {order.step for order in job.sent(Resume)} == {100}
+    return job
+
+
+def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() -> None:
+    job = gone_back()
     job.exit(2, "compute", 100, signal=9, kept=(100,))
     for rank in (0, 1):
         says(job, rank, "aborted", 100, kept=(100,), rewind=0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.ending import Ending
-from holdfast.core.fault import FaultKind
+from holdfast.core.fault import Fault, FaultKind
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job import Job
@@ -145,8 +145,7 @@ class Fleet:
         for member in gone:
             if member not in unstarted:
                 self._lose(now, member, "is not there any more")
-        if self.adopting and not self._returning and self.job.roster.nodes <= self.job.slots.keys():
-            self._adopt(now)
+        if self._adopt_if_closed(now):
             return
         for member in self.job.roster.on_node(node_id):
             self.recovery.remind(member)
@@ -162,6 +161,7 @@ class Fleet:
         """A node is lost, if a majority of the agents is still heard; else this controller has no say any more."""
         job = self.job
         job.slots.pop(node_id, None)
+        self._returning.pop(node_id, None)
         heard = sum(job.liveness.is_up(voter) for voter in self.voters)
         if self.voters and heard * 2 <= len(self.voters) and not job.config.alone:
             job.stand_down(
@@ -184,8 +184,7 @@ class Fleet:
             reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
             job.record("node_lost", node=str(node_id), reason=reason)
             self._node_lost(now, node_id, reason)
-        if not self._returning and not job.ended:
-            self._adopt(now)
+        self._adopt_if_closed(now)
 
     def _lose(self, now: float, member: Member, what: str) -> None:
         exited = MemberExited(
@@ -202,36 +201,44 @@ class Fleet:
         self.job.record("member_lost", member_id=int(member.member_id), rank=member.rank, what=what)
         self.member_exited(now, exited)
 
+    def _adopt_if_closed(self, now: float) -> bool:
+        """The nodes that are not lost have all come, and told whom they hold."""
+        job = self.job
+        if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
+            return False
+        self._adopt(now)
+        return True
+
     def _adopt(self, now: float) -> None:
         """All lists are closed: go on as if nothing had happened, if nothing has."""
         job, roster = self.job, self.job.roster
         self.adopting = False
         dead = [m for m in roster.members if not m.alive]
         fenced = job.generation > roster.generation
+        fencing = self.recovery.phase == "fencing"  # for what was told before all lists were closed
         job.record(
             "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
         )
         self.recovery.adopt(now)
-        blamed = [
-            (m, m.exited)
+        faults = [
+            self._fault_of(now, m, m.exited)
             for m in dead
             if m.exited and m.failed is None and not self.ending.is_expected(m, m.exited)
         ]
         if not roster.living and (job.released or all(m.finished for m in roster.members)):
             job.released = True
             self.ending.exited()
-        elif blamed:
-            for member, exited in blamed:
-                self._blame(now, member, exited)
-        elif fenced and self.recovery.phase != "fencing":
+        elif faults:
+            self.recovery.fault(now, *faults)  # at once: with nobody alive the first one starts all again
+        elif fenced and not fencing:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
-        else:
-            for member in roster.living:
+        elif dead:
+            self.ending.exited()
+        if fencing or not (faults or fenced):
+            for member in roster.living:  # those who came last have heard nothing yet
                 self.recovery.remind(member)
                 self.ending.remind(member)
-            if dead:
-                self.ending.exited()
         if not job.ended:
             self.recovery.progress(now)  # a fault that was told meanwhile waited for these lists
 
@@ -311,11 +318,11 @@ class Fleet:
         if self.ending.is_expected(member, event):
             self.ending.exited()
         elif member.failed is None and not member.is_excused:
-            self._blame(now, member, event)
+            self.recovery.fault(now, self._fault_of(now, member, event))
         if not job.ended:
             self.recovery.exited(now, member)
 
-    def _blame(self, now: float, member: Member, event: MemberExited) -> None:
+    def _fault_of(self, now: float, member: Member, event: MemberExited) -> Fault:
         if event.signal:
             kind: FaultKind = "signal"
             how = f"was killed by signal {event.signal}"
@@ -337,7 +344,7 @@ class Fleet:
                 digest=f"hang in {member.hung_in}"[:200],
                 occurrence=(job.generation if member.joining else job.roster.generation).pack(),
             )
-        self.recovery.member_fault(now, member, kind, how, failure)
+        return Fault.of(member, kind, how, now, failure)
 
     # ---------------------------------------------------------------- time
 
@@ -372,6 +379,7 @@ class Fleet:
             job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
             if event.kind == "lost":
                 self._node_lost(now, event.node_id, event.reason)
+        self._adopt_if_closed(now)
         self.recovery.grow(now)
 
     def _startup(self, now: float) -> None:

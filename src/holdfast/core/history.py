@@ -12,12 +12,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import msgspec
 
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.messages import Field, Record
-from holdfast.core.policy import Answered
+from holdfast.core.policy import STOP_CODE, Action, Answered, Verdict
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -49,6 +50,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     released: bool = False
     unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
     answered: tuple[Answered, ...] = ()
+    ends: Verdict | None = None  # it was decided that the run ends
 
     @staticmethod
     def read(records: Iterable[Record]) -> Past:
@@ -117,8 +119,24 @@ def _planned(past: Past, data: Data) -> Changes:
 
 
 def _verdict(past: Past, data: Data) -> Changes:
-    if not data.get("counts", True):
-        return {}
+    return _decided(past, data) | (_answered(past, data) if data.get("counts", True) else {})
+
+
+def _decided(past: Past, data: Data) -> Changes:
+    """What holds for a successor that finds it not carried out."""
+    if data["action"] in STOP_CODE:
+        action, reason = cast(Action, data["action"]), str(data["reason"])
+        evidence = tuple(_list(data, "evidence"))
+        return {
+            "ends": Verdict(action=action, reason=reason, evidence=evidence, save=past.step > past.base_step)
+        }
+    if data["action"] == "replace_from_memory":  # all go back to it, where it is older
+        step = _int(data, "memory_step")
+        return {"step": step, "base_step": min(past.base_step, step)}
+    return {}
+
+
+def _answered(past: Past, data: Data) -> Changes:
     at_s = data["at_s"]
     assert isinstance(at_s, int | float), data
     columns = (_list(data, "digests"), _list(data, "failed_steps"), _list(data, "occurrences"))

@@ -78,6 +78,7 @@ class Job:
         self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
         self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
         self.released = past.released
+        self.ends = past.ends  # the run ends with this; its save may need another attempt
         self.ended = False
         self._resume = ""
         self._out: list[Command] = []
@@ -195,12 +196,12 @@ class Job:
         """Every node that was there when the job began has come to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
-    def room(self) -> int:
     @property
     def fits(self) -> bool:
         """The nodes that are heard can hold all ranks to start."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
+    def room(self) -> int:
         """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
 
         Nodes are left out until their number divides the full one, so that each step can be made of a whole number of

@@ -74,7 +74,6 @@ class Recovery:
         self._reports: dict[int, Settled] = {}
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
         self._reason = ""
-        self._ends: Verdict | None = None  # the run ends with this; its save may need another attempt
         self._resume = ""
         self._in_place = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
@@ -133,17 +132,19 @@ class Recovery:
         self._suspicion.step = seen.step
         self.job.timer("grace", self.job.config.fault_grace_s)
 
-    def fault(self, now: float, fault: Fault) -> None:
-        """Something is broken for good. Before the decision it joins the fence, afterwards it starts a new
-        one; but a newcomer that dies before it has joined is nobody's peer yet: another one takes its seat."""
+    def fault(self, now: float, fault: Fault, *others: Fault) -> None:
+        """Something is broken for good; ``others`` came to light with it. Before the decision it joins the fence,
+        afterwards it starts a new one; but a newcomer that dies before it has joined is nobody's peer yet: another one
+        takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
         member = self.job.roster.get(MemberId(fault.member_id))
         newcomer = member if member is not None and member.joining else None
         if newcomer is not None:
             self.replacement.lost += 1
-        self.faults.add(fault, now)
-        self.job.record("detected", **fault.identity(), what=fault.what, detected_s=now - fault.at_s)
+        for each in (fault, *others):
+            self.faults.add(each, now)
+            self.job.record("detected", **each.identity(), what=each.what, detected_s=now - each.at_s)
         if self.phase == "fencing":
             self.progress(now)
         elif self.phase == "replacing" and newcomer is not None and self.replacement.again(newcomer):
@@ -381,10 +382,10 @@ class Recovery:
         if decided.step is not None:
             job.step = decided.step
         situation = self.survey.situation(decided, self._reports, self.faults.all)
-        if self._ends is None:
+        if job.ends is None:
             verdict = judge(now, situation, job.answered, job.config)
         else:
-            verdict = msgspec.structs.replace(self._ends, save=self._ends.save and not situation.uncovered)
+            verdict = msgspec.structs.replace(job.ends, save=job.ends.save and not situation.uncovered)
         self.faults.passes("planned", now)
         job.record(
             "planned",
@@ -426,7 +427,7 @@ class Recovery:
         self.vouches, self.unvouched = {}, set(decided.sources)
         self._then = "restart"
         if verdict.stops:
-            self._ends = verdict
+            job.ends = verdict
             self._then = "stop"
             self.final = (STOP_CODE[verdict.action], verdict.reason)
         elif verdict.action == "retry_in_place":

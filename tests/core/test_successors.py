@@ -1,0 +1,138 @@
+"""A controller that takes over in the middle of something: what was decided holds, and nobody is left out."""
+
+from __future__ import annotations
+
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.messages import (
+    AgentBeat,
+    AgentGone,
+    AgentHello,
+    FaultSeen,
+    Fence,
+    Leave,
+    MemberExited,
+    MemberSeen,
+    Resume,
+    Settle,
+    StartMembers,
+    Tick,
+)
+from holdfast.exits import Exit
+from tests.core.test_controller import NODE, Job, seen, successor
+from tests.core.test_fallen import gone_back, live, raises, says
+from tests.core.test_nodes import A, B, C, beat, past_of, smaller
+
+NODES = (A, B, C)
+
+
+def test_an_end_that_was_decided_is_carried_out_by_the_next_controller() -> None:
+    """Those that had not raised have left as they were told; what they left with looked like a crash of theirs."""
+    job = live()
+    raises(job, 0, user_error=True)
+    for rank in range(3):
+        says(job, rank, "aborted", away=rank == 0)
+    job.exit(0, "aborted", code=int(Exit.BAD_INPUT))
+    assert job.record("verdict")["action"] == "stop_bad_input"
+    job.seal(job.sent(Settle)[0])
+    assert {leave.code for leave in job.sent(Leave)} == {Exit.BAD_INPUT}
+    second = successor(job)
+    second.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    for rank in (1, 2):
+        second.exit(rank, "aborted", code=int(Exit.BAD_INPUT))
+    second.exit(0, "aborted", code=int(Exit.BAD_INPUT))
+    second.post(AgentBeat(node_id=NODE))
+    assert not any(r.kind == "generation_started" for r in second.records)
+    assert second.outcome().code == Exit.BAD_INPUT and second.outcome().reason == "ValueError: nan"
+
+
+def test_an_end_that_was_decided_saves_under_the_next_controller() -> None:
+    job = live(2)
+    for rank in range(2):
+        raises(job, rank, user_error=True)
+    for rank in range(2):
+        says(job, rank, "aborted", away=True)
+    second = successor(job, world_size=2)
+    second.post(AgentHello(node_id=NODE, slots=2, pid=1, members=seen(job)))
+    second.open(0, live=True)
+    second.post(AgentBeat(node_id=NODE))
+    for rank in range(2):
+        says(second, rank, "aborted", away=True)
+    verdict = second.record("verdict")
+    assert (verdict["action"], verdict["evidence"]) == (
+        "stop_bad_input",
+        ["rank 0 at step 5: ValueError: nan"],
+    )
+    assert [order.save is not None for order in second.sent(Settle)] == [True, True]
+
+
+def test_all_that_died_without_a_controller_are_one_fault() -> None:
+    """The first of them started everybody again, the next ones ended that start."""
+    job = Job().up(3)
+    second = successor(job)
+    second.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    for rank in range(3):
+        second.exit(rank, "compute", 5)
+    second.post(AgentBeat(node_id=NODE))
+    assert len(second.sent(StartMembers)) == 1 and not second.sent(Fence)
+    assert [r.data["rank"] for r in second.records if r.kind == "detected"] == [0, 1, 2]
+    assert len(second.controller.job.answered) == 1, "one of the budget"
+    assert second.controller.recovery.phase == "starting"
+
+
+def test_a_step_that_all_go_back_to_is_told_by_the_next_controller() -> None:
+    job = gone_back()
+    second = successor(job)
+    here = tuple(
+        MemberSeen(m, job.controller.job.roster.generation, rank, 100 + m, "aborted", 105)
+        for rank, m in enumerate(job.members)
+    )
+    second.post(AgentHello(node_id=NODE, slots=3, pid=1, members=here))
+    second.post(AgentBeat(node_id=NODE))
+    assert {(order.generation, order.step) for order in second.sent(Resume)} == {(job.generation, 100)}
+
+
+def taken_over() -> Job:
+    """The next controller of three nodes with one rank each, at step 6; nobody has come to it so far."""
+    return Job(world_size=3, nnodes=3, voters=NODES, term=2, past=past_of(smaller(0, nodes=3, per_node=1)))
+
+
+def come(job: Job, node: NodeId, *, died: bool = False) -> None:
+    """The agent of a node says hello, and what it knows of its rank; its list stays open."""
+    rank = NODES.index(node)
+    here = MemberSeen(MemberId(rank + 1), Generation(1, 1), rank, 102, "ready", 6)
+    job.post(AgentHello(node_id=node, slots=1, pid=1, members=() if died else (here,), host=node, port=7))
+    if died:
+        exited = MemberExited(
+            member_id=here.member_id, node_id=node, generation=here.generation, code=None, signal=9,
+            state="compute", step=6,
+        )  # fmt: skip
+        job.post(exited)
+
+
+def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> None:
+    """The others were neither judged nor reminded any more, and the run ended with an internal error after 120 s."""
+    job = taken_over()
+    for node in NODES:
+        come(job, node)
+    for node in (A, B):
+        job.post(AgentBeat(node_id=node))
+    job.post(AgentGone(node_id=C))
+    job.post(Tick(name="rejoin"), 2.0)
+    assert job.controller.fleet.adopting, "it may be back in a moment"
+    for _ in range(25):
+        beat(job, {A, B})
+    assert job.record("adopted")["dead"] == [2] and job.record("fenced")["dead_ranks"] == [2]
+
+
+def test_who_comes_after_the_fence_hears_of_it() -> None:
+    """Another rank was found dead when the last list was closed: who came last was killed for his silence."""
+    job = taken_over()
+    come(job, A)
+    job.post(FaultSeen(member_id=MemberId(1), generation=Generation(1, 1), step=6, what="reset"))
+    job.post(AgentBeat(node_id=A))
+    job.post(Tick(name="grace"), 0.3)
+    come(job, B, died=True)
+    job.post(AgentBeat(node_id=B))
+    come(job, C)
+    job.post(AgentBeat(node_id=C))
+    assert [fence.member_id for fence in job.sent(Fence)] == [1, 3]
