@@ -319,6 +319,26 @@ def test_a_failed_save_is_tried_without_the_rank_that_failed() -> None:
     assert [o.save.sources for o in again if o.save] == [(2,)]
 
 
+@pytest.mark.parametrize("on_fault", ["restart", "crash:restart"])
+def test_another_attempt_to_save_answers_no_other_fault(on_fault: str) -> None:
+    """The last fault that the budget allowed ended the run when its save failed once; a rung that was named for its
+    cause was forgotten."""
+    job = Job(max_restarts=1, on_fault=on_fault).up()
+    for member in job.controller.job.roster.members:
+        member.live = True
+    job.exit(2)
+    job.settle(0, "aborted", 5)
+    job.settle(1, "aborted", 5)
+    job.save_fails(job.sent(Settle)[0])
+    job.settle(0, "aborted", 5)
+    job.settle(1, "aborted", 5)
+    assert job.record("verdict")["action"] == "restart_last_gasp" and not job.record("verdict")["counts"]
+    assert len(job.controller.job.answered) == len(Past.read(job.records).answered) == 1
+    job.exit(0)
+    job.settle(1, "aborted", 5)
+    assert job.record("verdict")["action"] == "stop_budget", "another fault is one too many"
+
+
 def test_a_broken_collective_without_a_death_is_retried_in_place() -> None:
     job = Job().up()
     job.post(FaultSeen(member_id=job.members[0], generation=job.generation, step=5, what="reset"))

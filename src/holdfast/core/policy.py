@@ -109,7 +109,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     room: str = ""  # more ranks can run than do
     fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
     lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are gone
-    causes: tuple[str, ...] = ()  # of the faults that are answered, see ``ladder.CAUSES``
+    causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
+    again: bool = False  # all of them were answered already: that save has failed
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -386,6 +386,7 @@ class Recovery:
             verdict = judge(now, situation, job.answered, job.config)
         else:
             verdict = msgspec.structs.replace(job.ends, save=job.ends.save and not situation.uncovered)
+        counts = verdict.counts and not situation.again
         self.faults.passes("planned", now)
         job.record(
             "planned",
@@ -405,13 +406,13 @@ class Recovery:
             refused=list(verdict.refused),
             step=job.step,
             memory_step=verdict.memory_step,
-            counts=verdict.counts,
+            counts=counts,
             at_s=now,
             digests=[failure.digest for failure in situation.failures],
             failed_steps=[failure.step for failure in situation.failures],
             occurrences=[failure.occurrence for failure in situation.failures],
         )
-        if verdict.counts:
+        if counts:
             failures = tuple(failure.mark for failure in situation.failures)
             job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
         self._act(now, verdict, decided)

@@ -85,7 +85,8 @@ class Survey:
             if room < job.world_size
             else "",
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
-            causes=tuple(sorted({self._cause_of(f) for f in faults if "planned" not in f.passed})),
+            causes=tuple(sorted({self._cause_of(f) for f in faults})),
+            again=self.gasp.failures > 0 and all("planned" in f.passed for f in faults),
             room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
             if room > job.world_size
             else "",
