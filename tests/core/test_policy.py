@@ -93,6 +93,17 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
     assert found == stops, verdict
 
 
+def test_an_exception_that_every_successor_hears_of_again_came_once() -> None:
+    """Two controllers died over one exception: that is no third recovery with it."""
+    once = Answered(at_s=1.0, action="replace", step=20, failures=(FAILURE.mark,))
+    assert not judge(5.0, situation(failures=(FAILURE,)), (once, once), CONFIG).stops
+    before = Answered(at_s=0.0, action="replace", step=18, failures=(("d1", 18, 0),))
+    first = Answered(at_s=0.0, action="replace", step=17, failures=(("d1", 17, -1),))
+    many = msgspec.structs.replace(CONFIG, max_restarts=9)
+    assert not judge(5.0, situation(failures=(FAILURE,)), (before, once, once), many).stops
+    assert judge(5.0, situation(failures=(FAILURE,)), (first, before, once, once), many).stops
+
+
 @pytest.mark.parametrize(
     ("stood", "changes", "stops"),
     [

@@ -182,13 +182,19 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
     """Steps of an exception that came in every one of the last recoveries, a step or two apart."""
-    before = [
-        [step for digest, step, _ in answered.failures if digest == failure.digest]
-        for answered in history[1 - SAME_IN_A_ROW :]
-    ]
-    if len(before) < SAME_IN_A_ROW - 1 or not all(before):
+    steps, told = [failure.step], {failure.occurrence}
+    for answered in reversed(history):
+        found = [
+            (step, occurrence) for digest, step, occurrence in answered.failures if digest == failure.digest
+        ]
+        if found and told.issuperset(occurrence for _, occurrence in found):
+            continue  # the same one: a successor has heard of it again
+        if not found or len(steps) == SAME_IN_A_ROW:
+            break
+        told.update(occurrence for _, occurrence in found)
+        steps.insert(0, max(found)[0])
+    if len(steps) < SAME_IN_A_ROW:
         return []
-    steps = [*(max(found) for found in before), failure.step]
     near = all(0 <= later - earlier <= STEPS_APART for earlier, later in pairwise(steps))
     return steps if near else []
 
