@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from holdfast.core.council import (
     Amended,
@@ -176,3 +177,20 @@ def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> No
     assert machine.kept.electorate == newer and machine.kept.term == 3
     ask = VoteAsk(candidate=D, term=9, electorate=Electorate(0, 1, (A, B, C, D)), trial=False)
     assert [m for _, m in said(post(machine, ask), VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) -> None:
+    """It came before the word who leads: two leaders could have issued different voters under one number."""
+    machine = agent(A, nodes(A, B, C))
+    if leads:
+        lead(machine, B)
+    else:
+        post(machine, Tick(name="campaign"))
+        post(machine, VoteSaid(voter=B, term=1, trial=True, granted=True))
+    assert machine.role == ("leader" if leads else "candidate")
+    wider = Electorate(2, 2, (A, B, C, D))
+    done = post(machine, Amended(leader=B, term=2, electorate=wider, committed=False))
+    assert any(isinstance(c, StandDown) for c in done) == leads
+    assert (machine.kept.term, machine.kept.electorate) == (2, wider)
+    assert not said(post(machine, Rolled(up=(A, C))), Amended)

@@ -355,12 +355,10 @@ class Election:
             said = VoteSaid(voter=self.me, term=self.kept.term, trial=False, granted=False)
             self._send(event.leader, said)
             return
+        self._meet_term(event.term)  # before anybody said who leads in it
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
-            voted_for = kept.voted_for if event.term == kept.term else ""
-            self._keep(
-                term=event.term, voted_for=voted_for, electorate=event.electorate, committed=event.committed
-            )
+            self._keep(electorate=event.electorate, committed=event.committed)
             self._send(event.leader, AmendSaid(voter=self.me, electorate=event.electorate))
 
     def _acknowledged(self, said: AmendSaid) -> None:
