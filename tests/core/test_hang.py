@@ -15,6 +15,7 @@ from holdfast.core.messages import (
     Fence,
     JoinAsked,
     KillMember,
+    MemberSeen,
     MemberStarted,
     Resume,
     SetTimer,
@@ -303,3 +304,22 @@ def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:
         verdict = job.record("verdict")
         assert (verdict["action"] == "stop_user_bug") is stops
         assert ("the same hang at step 5 twice" in verdict["reason"]) is stops
+
+
+def test_what_an_agent_said_before_its_successor_came_is_no_stall_any_more() -> None:
+    """The successor never says that it is over: the other node alone then made the job stand still, and the rank that
+    it waited for could be named, however long that one may take."""
+    job = Job(world_size=2, nnodes=2)
+    nodes = [NodeId("a"), NodeId("b")]
+    for node in nodes:
+        job.post(AgentHello(node_id=node, slots=1, pid=1))
+    still = stalled(job)
+    job.now = 100.0
+    job.open(0)
+    job.post(msgspec.structs.replace(still, node_id=nodes[0]))
+    here = MemberSeen(job.members[0], job.generation, 0, 101, "ready", 0)
+    job.post(AgentHello(node_id=nodes[0], slots=1, pid=2, members=(here,)))
+    job.post(msgspec.structs.replace(still, node_id=nodes[1]))
+    assert not job.sent(Gather)
+    job.post(msgspec.structs.replace(still, node_id=nodes[0]))
+    assert len(job.sent(Gather)) == 2

@@ -90,6 +90,7 @@ class Controller:
         """Answer one event."""
         match event:
             case AgentHello():
+                self.hangs.rejoined(event.node_id)
                 self.fleet.agent_hello(now, event)
             case Held():
                 self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}

@@ -111,6 +111,11 @@ class Hangs:
             self.job.record("moved", node=str(event.node_id))
         self._forget()
 
+    def rejoined(self, node_id: NodeId) -> None:
+        """What an agent said does not count for its successor, which may never say that it is over."""
+        if self._stalled.pop(node_id, None) is not None:
+            self._forget()
+
     def evidence(self, now: float, event: Evidence) -> None:
         """What one agent found."""
         if event.number == LAST_LOOK:
