@@ -514,6 +514,18 @@ def test_an_agent_that_returns_in_time_is_no_fault_and_one_that_does_not_is() ->
     assert job.record("member_lost")["rank"] == 2
 
 
+def test_who_was_to_be_killed_is_killed_by_the_next_agent() -> None:
+    """It was given up after 30 s, and lived on beside the one that was started in its place."""
+    job = Job().up()
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.post(AgentGone(node_id=NODE))
+    job.post(Tick(name="quiesce"), after_s=5.0)
+    assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[2]]
+    job.post(AgentHello(node_id=NODE, slots=3, pid=2, members=(seen(job)[0], seen(job)[2])))
+    assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[2]]
+
+
 def test_library_mode_saves_and_never_starts_anyone() -> None:
     job = Job(world_size=2, library=True)
     job.post(AgentHello(node_id=NODE, slots=2, pid=1))

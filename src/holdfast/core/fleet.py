@@ -90,6 +90,8 @@ class Fleet:
                 member.started, member.pid = True, here.pid
                 if here.state != "starting":
                     member.said_hello, member.state, member.step = True, here.state, here.step
+                if member.kill_reason:  # the order may have gone with the agent before this one
+                    job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         for member_id in sorted(seen):
             if job.roster.get(member_id) is None and not job.config.library:
                 reason = "a process of an older generation"
