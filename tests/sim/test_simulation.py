@@ -62,6 +62,16 @@ def test_two_flipped_copies_are_not_equal() -> None:
         assert result.recovered, f"seed {seed}: nobody was told that they differ"
 
 
+def test_a_torn_rank_proves_its_step_also_when_nobody_else_is_left() -> None:
+    faults = (
+        SimFault(kind="kill", at_s=0.9, rank=0, state="voting"),
+        SimFault(kind="raise", at_s=0.9, rank=1, state="updating", delay_s=0.005),
+    )
+    for seed in range(60):
+        result = run_sim(2, seed, faults, shards=1, memory=3)
+        assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
+
+
 def test_undisturbed_run_needs_no_recovery() -> None:
     result = run_sim(8, 1)
     assert (result.code, result.step, result.recovered) == (Exit.OK, 12, 0)

@@ -197,7 +197,7 @@ class Checks:
                 )
                 raise Violation("decided_after_all_settled", text)
         # A rank that answered before its session opened may have told more since: too late for this decision.
-        known = [r for r in self._reports() if record.data["sources"] or not r.alive]
+        known = [r for r in self._reports() if record.data["sources"] or not r.alive or r.state == "torn"]
         floors = [f for f in map(committed_floor, known) if f is not None]
         if floors and record.data["step"] != max(floors):
             text = f"decided {record.data['step']}, the ranks prove {max(floors)}"
