@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.core.ids import Generation, SaveId
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
     AgentHello,
@@ -14,6 +15,7 @@ from holdfast.core.messages import (
     RankState,
     Release,
     Resume,
+    SaveReported,
     Settle,
     Settled,
     StartMembers,
@@ -208,6 +210,24 @@ def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() ->
         says(job, rank, "aborted", 100, kept=(100,), rewind=0)
     assert job.record("planned")["step"] == 100
     assert job.record("verdict")["action"] == "replace_from_memory"
+
+
+def test_what_is_sealed_late_for_what_was_given_up_carries_nobody_forward() -> None:
+    """All have gone back, and the save of before is finished now: those in doubt took it for a proof that the vote of
+    this step had passed, and would have applied gradients that one rank had no part in."""
+    job = gone_back()
+    late = SaveId(run="run", generation=Generation(1, 1), step=101, attempt=0, kind="periodic")
+    job.post(
+        SaveReported(
+            member_id=job.members[0], generation=late.generation, save_id=late, sealed=True, size_bytes=1,
+            duration_s=9.0,
+        )
+    )  # fmt: skip
+    assert job.controller.job.sealed_step == 101
+    job.exit(2, "compute", 100)
+    says(job, 0, "in_doubt", 100)
+    says(job, 1, "in_doubt", 100)
+    assert (job.record("planned")["step"], job.record("planned")["decision"]) == (100, "back")
 
 
 def test_who_leaves_for_the_fence_is_no_reason_to_try_what_cannot_work_once_more() -> None:

@@ -269,8 +269,14 @@ class Controller:
         )
         if event.sealed and not event.error and job.sealed_directory != save_id.directory():
             job.sealed_directory = save_id.directory()
-            job.sealed_step = max(job.sealed_step, save_id.step)
-            job.record("sealed", step=save_id.step, save_kind=save_id.kind, directory=save_id.directory())
+            job.seal(save_id)
+            job.record(
+                "sealed",
+                step=save_id.step,
+                save_kind=save_id.kind,
+                directory=save_id.directory(),
+                generation=str(save_id.generation),
+            )
         self.recovery.save_reported(now, member, event)
 
     def _tick(self, now: float, name: str) -> None:

@@ -65,7 +65,7 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
 
     Args:
         reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left out.
-        sealed_step: newest step of which this generation has sealed a checkpoint, -1 for none.
+        sealed_step: newest step of which the generation of these ranks has sealed a checkpoint, -1 for none.
     """
     floors = [floor for floor in map(committed_floor, reports) if floor is not None]
     in_doubt = [r for r in reports if r.alive and r.state == "in_doubt"]

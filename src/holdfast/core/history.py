@@ -41,6 +41,10 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0  # where the job was last decided to stand
     base_step: int = 0
     sealed_step: int = -1  # newest sealed checkpoint, -1: none
+    sealed_last: tuple[Generation, int] = (
+        NO_GENERATION,
+        -1,
+    )  # the newest generation that sealed one, and its newest
     session: bool = False  # a session was opened in this run
     in_place: bool = False  # the newest start was of processes that lived on, and newcomers beside them
     opened: bool = False  # all sessions of the seated members were opened
@@ -161,7 +165,9 @@ def _opened(past: Past, data: Data) -> Changes:
 
 
 def _sealed(past: Past, data: Data) -> Changes:
-    return {"sealed_step": max(past.sealed_step, _int(data, "step"))}
+    step = _int(data, "step")
+    last = max(past.sealed_last, (_generation(data), step))
+    return {"sealed_step": max(past.sealed_step, step), "sealed_last": last}
 
 
 _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from holdfast.core.config import Config
 from holdfast.core.council import StandDown
 from holdfast.core.history import Past
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
 from holdfast.core.layouts import Layouts
 from holdfast.core.liveness import Liveness
 from holdfast.core.membership import Member, Roster, assign, node_order
@@ -72,6 +72,7 @@ class Job:
         self.base_step = past.base_step
         self.step = past.step  # newest decision
         self.sealed_step = past.sealed_step
+        self._sealed_last = past.sealed_last
         self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
         self.exit_source = past.exit_source
@@ -95,6 +96,18 @@ class Job:
         """What is kept for this rank is refused."""
         for ranks in self.held.values():
             ranks.pop(rank, None)
+
+    def seal(self, save_id: SaveId) -> None:
+        """A checkpoint is complete."""
+        self.sealed_step = max(self.sealed_step, save_id.step)
+        self._sealed_last = max(self._sealed_last, (save_id.generation, save_id.step))
+
+    @property
+    def sealed_here(self) -> int:
+        """Newest step that this roster, or a save of its recovery, has sealed; -1: none. What is sealed late for an
+        older one is no evidence: all may have gone back since, and that step may be half done again."""
+        generation, step = self._sealed_last
+        return min(step, self.sealed_step) if generation >= self.roster.generation else -1
 
     def take(self) -> list[Command]:
         """The commands since the last call."""

@@ -378,7 +378,7 @@ class Recovery:
         job = self.job
         self.faults.passes("quiesced", now)
         job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
-        decided = self.decided = decide(self.survey.reports(self._reports), job.sealed_step)
+        decided = self.decided = decide(self.survey.reports(self._reports), job.sealed_here)
         if decided.step is not None:
             job.step = decided.step
         situation = self.survey.situation(decided, self._reports, self.faults.all)

@@ -131,7 +131,7 @@ class Survey:
 
     def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
         """The state that these answers prove is not whole without what ``ranks`` hold."""
-        decided = decide(self.reports(answers), self.job.sealed_step)
+        decided = decide(self.reports(answers), self.job.sealed_here)
         others = tuple(rank for rank in decided.sources if rank not in ranks)
         return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
 
