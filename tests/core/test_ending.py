@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.core.messages import (
     EndRun,
     ExitAgreed,
+    ExitAsked,
     ExitCancelled,
     ExitOrder,
     ExitRun,
@@ -39,6 +40,17 @@ def test_graceful_exit_is_told_agreed_and_coded() -> None:
     assert job.outcome().code == Exit.REQUEUE
     assert job.outcome().reason == "asked to exit (command line): step 9 is sealed"
     assert any(isinstance(c, Send) and isinstance(c.message, EndRun) for c in job.last)
+
+
+def test_a_worker_that_asks_as_well_puts_no_deadline_off() -> None:
+    """A scheduler's signal reaches the workers, too."""
+    job = Job().up()
+    job.post(ExitAsked(member_id=job.members[0], generation=job.generation, source="SIGTERM"))
+    assert SetTimer(name="exit", delay_s=300.0) in job.last
+    job.post(ExitRun(grace_s=30.0, source="command line"))
+    assert SetTimer(name="exit", delay_s=30.0) in job.last
+    job.post(ExitAsked(member_id=job.members[1], generation=job.generation, source="SIGTERM"))
+    assert not [c for c in job.last if isinstance(c, SetTimer)]
 
 
 def test_a_cancelled_exit_goes_on() -> None:

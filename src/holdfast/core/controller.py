@@ -163,7 +163,8 @@ class Controller:
             case WorkerFailed():
                 self._worker_failed(now, member, event)
             case ExitAsked():
-                self.ending.request(event.source, self.job.config.grace_s)
+                if not self.job.exit_source:  # it has a deadline, which may be shorter
+                    self.ending.request(event.source, self.job.config.grace_s)
             case ExitAgreed():
                 self.ending.agreed(event.step)
             case Finished():
