@@ -198,6 +198,8 @@ class Recovery:
             self.fence(now, f"the update of rank {member.rank} failed")
         elif report.away and self.phase in IN_PLACE:  # it fell after it had answered
             self.fence(now, f"rank {member.rank} has left its loop")
+        elif self.phase in IN_PLACE and report.rewind < 0 <= self._rewind < report.step:
+            self.fence(now, f"rank {member.rank} has left the loop that all go back into")
         else:
             self.progress(now)
 

@@ -67,10 +67,9 @@ class Behind:
         """
         if not self.exit_agreed:
             self.forget()
-            self._tier.pass_by()
 
     def come_back(self) -> None:
-        """The script asks for the next step, or the session ends."""
+        """The script asks for the next step, or comes into a loop, or the session ends."""
         rank = self._rank
         self._tier.amend(rank.step)
         rank.stand("")

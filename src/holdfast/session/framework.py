@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.errors import InternalError
+from holdfast.session.loop import ENDLESS
 from holdfast.session.session import Session
 from holdfast.session.step import Step
-
-STEPS_MAX = 2**62
 
 
 def steps_of_framework(session: Session) -> Iterator[Step]:
@@ -20,4 +19,4 @@ def steps_of_framework(session: Session) -> Iterator[Step]:
     """
     for step in session.steps(until=0):
         raise InternalError(f"step {step.number} of a loop without steps")
-    return session.steps(until=STEPS_MAX)
+    return session.steps(until=ENDLESS)

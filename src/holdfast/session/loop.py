@@ -13,7 +13,8 @@ began and ends, and who comes later into it takes the job's end.
 
 Invariants:
 1. A step that is tried again gets the batch that it had.
-2. A loop is left only when no recovery is under way, or when it could not go back anyway.
+2. A loop is left only when no recovery is under way, or when it could not go back anyway. Who leaves it by ``break``
+   says that it cannot any more.
 3. What a script does before the block of a step is done by all ranks for the same state: a rank that has begun the
    block says so among its local values, and whoever replaces it alone does not do it again. When all start again, or go
    back to an earlier step, all do it again; learning rates, schedulers and the user's own state are those of before.
@@ -40,6 +41,10 @@ from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
+ENDLESS = 2**62
+"""A loop without data until then has no end of its own: a framework leaves it where its state says so, in a newcomer,
+too."""
+
 
 class Loops:
     """All loops of one session.
@@ -52,6 +57,7 @@ class Loops:
 
     Attributes:
         own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
+        open: the loop that was begun last has not come to its end: the script is in it, or has left it.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Loops:
         self.place: dict[str, Any] = {"loop": -1}
         self.local: dict[str, Plain] = {}
         self.own: Plain = None
+        self.open = False
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
@@ -178,20 +185,28 @@ class Loops:
             self._rank.rewind = self._rank.step
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
         end, begun_at = self._bound[1], self._rank.step
-        self._rank.stand("")
+        self.open = feed is not None or end is None or end < ENDLESS
+        back()  # also from behind the block from which it has left the loop before this one
         try:
             yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make, back)
             nothing = saved_loop == loop and self._rank.step == begun_at and not left()
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._adapter.remember(self._rank.step)
+            self.open = False
         finally:
             self._between.enter()
-            self._rank.stand("loop")
-            self._rank.rewind = -1
+            # Left by the script, there are no copies of before what follows; it belongs to the last step's state.
+            self._rank.out_of_loop("block" if self.open else "loop")
             self._feed = None
             if feed is not None:
                 feed.close()
+
+    def finish(self) -> None:
+        """No step follows. Who came in for a lost rank would come into a loop that this one has left before its end."""
+        if self.open:
+            with self._rank.changed:
+                self._rank.stray()
 
     def _pass_over(self) -> None:
         """A loop that the job has behind it: what the script does after it is in the state that was restored."""

@@ -142,7 +142,10 @@ class Tier:
             self._stamped = self._keep(step)
 
     def amend(self, step: int) -> None:
-        """The script is back from behind the block before ``step``: what it changed there belongs to this state."""
+        """The script is back from behind the block before ``step``: what it changed there belongs to this state.
+
+        So does the place of the next loop, when it has left its own by ``break``.
+        """
         kept, self._stamped = self._stamped, None
         if kept is None or self._slots is None:
             return
@@ -152,12 +155,6 @@ class Tier:
         if not same:
             self._keep(step, amended=True)
         self._slots.finish()
-
-    def pass_by(self) -> None:
-        """The script does not come back to the boundary of what was kept last: it is whole as it is."""
-        if self._stamped is not None and self._slots is not None:
-            self._slots.finish()
-        self._stamped = None
 
     def _stamp(self, collected: Collected, step: int) -> Stamp:
         values = encode_values(dict(self._values(collected, step)))

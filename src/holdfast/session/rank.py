@@ -7,7 +7,7 @@ has settled. The main thread never decides an in-doubt step: it waits here until
 
 Invariants:
 1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
-2. ``Settled`` is sent once per settled (state, step) of a fence, in the order in which they occurred.
+2. ``Settled`` is sent once per settled (state, step) of a fence, in order, and again when the script leaves its loop.
 3. A main thread that waits for the control plane ends: by an order, or by leaving when nobody is there any more.
 """
 
@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, NoReturn
+
+import msgspec
 
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
@@ -73,6 +75,7 @@ class Rank:
         goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
         behind: where the script is that may change the state: behind a block or a loop, or out before a block.
+        in_section: it announced what it does there, and is away for so long.
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
@@ -84,7 +87,7 @@ class Rank:
         self.exit_source = ""
         self.orphaned = False
         self.released = False
-        self.away = False
+        self.away = self.in_section = False
         self.rewind = -1
         self.goes_back = False
         self.behind: Literal["", "block", "loop", "out"] = ""
@@ -93,7 +96,7 @@ class Rank:
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
         self._calls = Calls()
-        self._told: tuple[Generation, RankState, int, bool] | None = None
+        self._told: Settled | None = None
         self._resume: Resume | None = None
         self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
@@ -151,23 +154,22 @@ class Rank:
     def fault_seen(self, what: str) -> None:
         """A collective broke here first: tell the controller, which waits for a death that explains it."""
         with self.changed:
-            if self.client is None or self.fenced:
-                return
-            message = FaultSeen(
-                member_id=self.member_id,
-                generation=self.machine.generation,
-                step=self.step,
-                what=what[:TEXT_LENGTH_MAX],
+            if not self.fenced:
+                self._tell_fault(self.machine.generation, what)
+
+    def _tell_fault(self, generation: Generation, what: str) -> None:
+        if self.client is not None:
+            text = what[:TEXT_LENGTH_MAX]
+            self.client.send(
+                FaultSeen(member_id=self.member_id, generation=generation, step=self.step, what=text)
             )
-        self.client.send(message)
 
     def copies_differ(self, step: int, copies: tuple[CopyDigest, ...]) -> None:
         """A vote said so: tell the controller what this rank holds."""
         if self.client is not None:
+            generation = self.machine.generation
             self.client.send(
-                CopiesDiffer(
-                    member_id=self.member_id, generation=self.machine.generation, step=step, copies=copies
-                )
+                CopiesDiffer(member_id=self.member_id, generation=generation, step=step, copies=copies)
             )
 
     def freed(self) -> None:
@@ -204,28 +206,35 @@ class Rank:
         fenced = self.machine.fenced
         if self.client is None or fenced is None or not self.machine.settled or self.goes_back:
             return
-        now = (fenced, self.machine.state, self.machine.step, self.away)
-        if now == self._told:
-            return
-        self._told = now
-        self.client.send(
-            Settled(
-                member_id=self.member_id,
-                generation=fenced,
-                state=self.machine.state,
-                step=self.machine.step,
-                freed_ns=self.client.page[Word.FREED_NS],
-                away=self.away,
-                kept=self._calls.kept(),
-                rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
-            )
+        now = Settled(
+            member_id=self.member_id,
+            generation=fenced,
+            state=self.machine.state,
+            step=self.machine.step,
+            away=self.away,
+            rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
         )
+        if now != self._told:
+            self._told, freed_ns = now, self.client.page[Word.FREED_NS]
+            self.client.send(msgspec.structs.replace(now, freed_ns=freed_ns, kept=self._calls.kept()))
 
     def stand(self, behind: Literal["", "block", "loop"]) -> None:
         """The main thread is behind a block or a loop now, or back at the boundary."""
         with self.changed:
             self.behind, self._out = behind, False
             self.changed.notify_all()
+
+    def out_of_loop(self, behind: Literal["block", "loop"]) -> None:
+        """The loop is over or, ``block``, the script has left it from there: all cannot go back into it any more."""
+        with self.changed:
+            self.rewind = -1
+            self.stand(behind)
+            self._answer()  # fenced before, it has said that it could
+
+    @property
+    def comes_back(self) -> bool:
+        """The script is in the middle of what belongs to the state, and is expected at its next step."""
+        return bool(self.behind) and (not self.away or (self.in_section and self.behind == "block"))
 
     @property
     def at_block(self) -> bool:
@@ -346,6 +355,7 @@ class Rank:
         with self.changed:
             begun = self.machine.begin()
             self._out, self.behind = self._out and not begun, ""
+            self.away = self.away and not begun  # it may have caught what ended a section
         if begun:
             self._block_started_ns = time.monotonic_ns()
             self._waited_ns = 0
@@ -435,6 +445,8 @@ class Rank:
                 assert resume is not None
                 self._resume = None
             if resume.step < self.step:
+                if not 0 <= self.rewind <= resume.step:
+                    continue  # the script has left that loop since, and said so: all are fenced again
                 self._go_back(resume.step)
             with self.changed:
                 if self.machine.fenced is not None and self.machine.fenced > resume.generation:
@@ -445,19 +457,11 @@ class Rank:
                 # Another fault came while the groups were built, or this one cannot be answered in place.
                 with self.changed:
                     fenced = self.machine.fenced
-                if (fenced is None or fenced <= resume.generation) and self.client is not None:
-                    self.client.send(
-                        FaultSeen(
-                            member_id=self.member_id,
-                            generation=resume.generation,
-                            step=self.step,
-                            what=str(error)[:TEXT_LENGTH_MAX],
-                        )
-                    )
+                if fenced is None or fenced <= resume.generation:
+                    self._tell_fault(resume.generation, str(error))
                 continue
             with self.changed:
                 if self.machine.retry(resume.generation):
-                    self._told = None
                     self._resumed_in = resume.generation
                     return
 
@@ -477,13 +481,9 @@ class Rank:
     def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
         """What the memory tier has of this rank is damaged: the controller decides anew."""
         if self.client is not None:
+            why = error.message[:TEXT_LENGTH_MAX]
             self.client.send(
-                StateRefused(
-                    member_id=self.member_id,
-                    generation=generation,
-                    step=step,
-                    reason=error.message[:TEXT_LENGTH_MAX],
-                )
+                StateRefused(member_id=self.member_id, generation=generation, step=step, reason=why)
             )
 
     def await_receive(self) -> Receive:

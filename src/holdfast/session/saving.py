@@ -450,7 +450,7 @@ class Saver:
         rank = self._rank
         if self._script_until is None or self._script_until[0] != settle.generation:
             self._script_until = settle.generation, time.monotonic() + SCRIPT_TIMEOUT_S
-        while rank.behind and not rank.away and rank.machine.fenced == settle.generation:
+        while rank.comes_back and rank.machine.fenced == settle.generation:
             if time.monotonic() > self._script_until[1]:
                 if rank.behind == "block":
                     log.warning(

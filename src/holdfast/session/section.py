@@ -45,7 +45,7 @@ class Sections:
         """The body of a section."""
         rank = self._rank
         self.open = self._left = name
-        rank.away = True
+        rank.away = rank.in_section = True
         rank.announce(name)
         try:
             yield
@@ -57,7 +57,7 @@ class Sections:
                 rank.client.page.announce("")  # how long it takes is not known yet
             raise
         finally:
-            self.open = ""
+            self.open, rank.in_section = "", False
             if not rank.fenced:
                 rank.enter(Phase.READY)
 

@@ -576,6 +576,7 @@ class Session:
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
         rank, saver = self._rank, self._saver
+        self._loops.finish()
         self._behind.come_back()
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
         sealed = self._behind.exit_sealed

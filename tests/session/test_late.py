@@ -1,0 +1,67 @@
+"""A script is behind a block when a fault is answered: what it does there is not lost, and all stay in one loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.session.launch import run_job
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+
+def run(where: Path, way: str) -> tuple[str, list[Any]]:
+    """The output, and what each of two workers told."""
+    where.mkdir(exist_ok=True)
+    job = str(Path(__file__).with_name("late_job.py"))
+    done = run_job(where, 2, job, "--way", way, "--result", "result")
+    assert done.returncode == 0 and (way.endswith("calm") or (where / "struck").exists()), done.stdout
+    return done.stdout, [json.loads(path.read_text()) for path in sorted(where.glob("result/*"))]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the undisturbed run ends with."""
+    return run(tmp_path_factory.mktemp("calm"), "calm")[1]
+
+
+@pytest.mark.parametrize("way", ["late", "open", "caught"])
+def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
+    tmp_path: Path, calm: list[Any], way: str
+) -> None:
+    output, told = run(tmp_path, way)
+    assert told == calm and ", 1 fault, 0 steps lost" in output, output
+    assert "was cut off" not in output, output
+    assert way == "open" or "F001: replace" in output, output  # in a section it is away, and all start again
+
+
+@pytest.fixture(scope="module")
+def calm_loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The same of several loops, one of which is left."""
+    return run(tmp_path_factory.mktemp("loops"), "break-calm")[1]
+
+
+@pytest.mark.parametrize("way", ["break", "kept", "next"])
+def test_nobody_comes_into_a_loop_that_the_others_have_left(
+    tmp_path: Path, calm_loops: list[Any], way: str
+) -> None:
+    output, told = run(tmp_path, way)
+    assert told == calm_loops and ", 1 fault, " in output, output
+
+
+def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_path: Path) -> None:
+    """What it has is of no place any more that a newcomer could come to."""
+    output, told = run(tmp_path, "pause")
+    assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output
+
+
+@pytest.mark.parametrize("way", ["stop", "exit"])
+def test_a_rank_whose_script_has_left_its_loop_for_good_is_not_joined_by_a_newcomer(
+    tmp_path: Path, way: str
+) -> None:
+    """It would begin the step that the others do not make any more, and all would wait."""
+    output, told = run(tmp_path, way)
+    assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output
