@@ -69,6 +69,7 @@ def main() -> None:
                 if step.number == AT and (given.what == "always" or (given.what == "raise" and first)):
                     mark.touch()
                     meet()
+                    first = False  # also where the others' fence was faster: that one runs the step again
                     raise ValueError(f"nan in rank {rank}")
                 if step.number == STEPS - 1 and given.what == "spoil" and rank == 0 and place.is_dir():
                     place.rename("ckpt-before")
