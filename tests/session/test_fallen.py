@@ -65,7 +65,8 @@ def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) ->
     done, _ = run(tmp_path / "job", "always", "ddp", "--keep", "1")
     assert done.returncode == Exit.FAILED, done.stdout
     assert "the same exception at step 5 twice: ValueError: nan" in done.stdout
-    assert len(events(tmp_path / "job", "generation_started")) == 2, done.stdout
+    actions = [verdict["action"] for verdict in events(tmp_path / "job", "verdict")]
+    assert len(actions) == 2 and actions[1] == "stop_user_bug", done.stdout
     left = [found.step for found in Root(tmp_path / "job" / "ckpt").list()]
     assert left == [5], "what was done before is saved, and counts as the one that is kept"
 
