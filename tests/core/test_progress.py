@@ -25,6 +25,7 @@ class World:
         self.mark = 0
         self.phase = dict.fromkeys(range(ranks), Phase.FORWARD)
         self.still: set[int] = set()
+        self.meets: set[int] = set()
         self.marks = dict.fromkeys(range(ranks), 0)
         self.section = ""
 
@@ -47,6 +48,7 @@ class World:
             STEP_S,
             0.1,
             self.section,
+            meets=rank in self.meets,
             done=self.step,
         )
 
@@ -98,6 +100,16 @@ def test_the_bound_of_the_one_that_is_waited_for_counts() -> None:
     world.stop()
     world.phase[2] = Phase.READY  # rank 2 does something unannounced between two steps
     assert world.until(True) >= LIMITS.idle_s
+
+
+def test_who_waits_for_all_between_two_steps_does_nothing_that_takes_long() -> None:
+    """It has left the loop, the others have not."""
+    world = World()
+    world.train(20)
+    world.stop()
+    world.phase[2] = Phase.READY
+    world.meets = {2}
+    assert 10 * LIMITS.floor_s <= world.until(True) < LIMITS.idle_s / 2
 
 
 def test_a_stopped_process_gets_no_time_for_what_it_might_do() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from holdfast import journal
 from tests.session.launch import run_job
+from tests.session.left_job import LEFT_AT
+from tests.session.left_job import STEPS as LEFT_STEPS
 from tests.session.section_job import EPOCHS, LAST_STEP
 from tests.session.start_job import RANKS
 
@@ -19,6 +21,7 @@ JOB = str(Path(__file__).with_name("hang_job.py"))
 START = str(Path(__file__).with_name("start_job.py"))
 UNSEEN = str(Path(__file__).with_name("unseen_job.py"))
 AFTER = str(Path(__file__).with_name("section_job.py"))
+LEFT = str(Path(__file__).with_name("left_job.py"))
 SILENT = str(Path(__file__).with_name("silent_job.py"))
 FLOOR_S = 0.7
 
@@ -40,6 +43,17 @@ def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path)
     (stack,) = [name for name in hang["stacks"] if name.endswith("rank-00002.txt")]
     assert "in spin" in (tmp_path / "runs/it" / stack).read_text()
     assert any("rank 2" in line and "at spin (hang_job.py" in line for line in hang["evidence"])
+
+
+@pytest.mark.processes
+def test_who_alone_has_left_the_loop_is_named_and_replaced(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 3, "--run-id", "it", "--hang-floor", "0.3", LEFT)
+    assert done.returncode == 0, done.stdout
+    (detected,) = [
+        e.data for e in journal.read(tmp_path / "runs/it/events.jsonl").events if e.kind == "detected"
+    ]
+    assert (detected["rank"], detected["kind"], detected["step"]) == (1, "hang", LEFT_AT + 1), done.stdout
+    assert f"(step {LEFT_STEPS}, 1 fault, 0 steps lost" in done.stdout
 
 
 @pytest.fixture(scope="module")

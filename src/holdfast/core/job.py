@@ -38,6 +38,7 @@ from holdfast.core.messages import (
 from holdfast.exits import Exit
 
 MEMBERS_PER_TERM = 1_000_000
+STEPS_TO_SETTLE = 2.0
 
 Uncovered = Callable[[Layouts, tuple[int, ...]], str]
 """(layouts of all ranks, ranks that can write) -> why they do not cover every box, or an empty string."""
@@ -55,6 +56,7 @@ class Job:
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
+        self.busy_s: dict[NodeId, float] = {}  # what a step takes on the slowest rank there, waiting left out
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
@@ -208,6 +210,12 @@ class Job:
     def is_assembled(self) -> bool:
         """Every node that was there when the job began has come to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
+
+    @property
+    def settle_s(self) -> float:
+        """Who is in its update answers a fence when that is over, and no update takes longer than a whole step."""
+        busy_s = max((s for node, s in self.busy_s.items() if node in self.roster.nodes), default=0.0)
+        return max(self.config.quiesce_s, STEPS_TO_SETTLE * busy_s)
 
     @property
     def fits(self) -> bool:

@@ -82,6 +82,7 @@ class Flag(IntFlag):
 
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
     COMPILING = 2
+    MEETS = 4  # waits between two steps for a word of all ranks
 
 
 class TrapAction(IntEnum):

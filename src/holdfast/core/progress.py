@@ -68,6 +68,7 @@ class Reading(NamedTuple):
     busy_s: float  # the same without waiting for peers
     section: str = ""  # the one it is in, or the last one that came to its end
     compiling: bool = False
+    meets: bool = False  # it waits between two steps for a word of all ranks: nobody takes long to say it
     collectives: int = 0  # begun so far
     waits: bool = False  # one of them is under way
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
@@ -218,6 +219,8 @@ class Progress:
             return limits.start_s if not reading.collectives else limits.idle_s
         if phase is Phase.SECTION:
             return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
+        if reading.meets:
+            return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
         if reading.compiling or phase in (Phase.READY, Phase.SAVE):
             return max(limits.idle_s, 3 * peak)
         if reading.done < SAMPLES_MIN or not self._steps:
@@ -296,6 +299,8 @@ def _kind(reading: Reading) -> str:
     """What a stillness is compared with."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
+    if reading.meets:
+        return "meets"
     if reading.compiling:
         return "compile"
     if reading.phase is Phase.STARTING and not reading.collectives:

@@ -279,7 +279,7 @@ class Recovery:
         elif name == "quiesce" and self.phase in ("fencing", "retrying"):
             for member in living:
                 if self.phase == "fencing" and member.rank not in self._reports:
-                    self.job.time_out(member, f"did not settle within {self.job.config.quiesce_s:g} s")
+                    self.job.time_out(member, f"did not settle within {self.job.settle_s:.3g} s")
                 elif self.phase == "retrying" and not self._is_there(member):
                     self.job.time_out(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
         elif name == "join" and self.phase == "replacing":
@@ -371,7 +371,7 @@ class Recovery:
             elif member.failed is None or member.stays:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)
-        job.timer("quiesce", job.config.quiesce_s)
+        job.timer("quiesce", job.settle_s)
         self.progress(now)
 
     # ---------------------------------------------------------------- quiesced -> planned

@@ -96,14 +96,15 @@ class Replacement:
         self._offers, self._addresses = {}, None
         self._seat(dead)
         # What was kept is read first, which may take long.
-        self._offered_s = self.job.config.gasp_s if kept else self.job.config.offer_s
+        config = self.job.config
+        self._offered_s = config.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
         self.job.timer("offer", self._offered_s)
 
     def late(self) -> None:
         """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
         for member in self.job.roster.living:
             if member.rank in self._awaited:
-                self.job.time_out(member, f"did not give its state within {self._offered_s:g} s")
+                self.job.time_out(member, f"did not give its state within {self._offered_s:.3g} s")
 
     def again(self, newcomer: Member) -> bool:
         """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""

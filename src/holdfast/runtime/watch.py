@@ -314,5 +314,6 @@ def read(page: Page) -> Reading:
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & Flag.COMPILING),
+        meets=bool(flags & Flag.MEETS),
         done=page[Word.DONE],
     )

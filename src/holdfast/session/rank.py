@@ -191,11 +191,11 @@ class Rank:
         """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
         self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
 
-    def compiling(self, on: bool) -> None:
-        """User code is being compiled: that may take long."""
+    def flag(self, what: Flag, on: bool) -> None:
+        """Says on the page what stillness means now: user code is being compiled, which may take long, ..."""
         if self.client is not None:
             flags = self.client.page[Word.FLAGS]
-            self.client.page[Word.FLAGS] = flags | Flag.COMPILING if on else flags & ~Flag.COMPILING
+            self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
 
     def _observe(self, old: RankState, new: RankState, step: int) -> None:
         self.changed.notify_all()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from holdfast.adapters.base import Aborted, Adapter, Hooks, TakesParts
-from holdfast.core.page import Phase
+from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.rank import Rank
@@ -159,7 +160,13 @@ class Blocks:
 
     def hooks(self) -> Hooks:
         """For the adapter."""
-        return Hooks(self._backward, self._update, self._updated, self._rank.waited, self._rank.compiling)
+        return Hooks(
+            self._backward,
+            self._update,
+            self._updated,
+            self._rank.waited,
+            partial(self._rank.flag, Flag.COMPILING),
+        )
 
     # ------------------------------------------------------------------ begin
 

@@ -16,6 +16,7 @@ from holdfast.adapters.base import Adapter, Collected
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.layouts import Layout
 from holdfast.core.messages import Catalogued, LayoutPublished, Receive
+from holdfast.core.page import Flag
 from holdfast.core.told import Telling, Told
 from holdfast.core.vote import Ballot, Tally
 from holdfast.session.rank import Rank
@@ -45,7 +46,11 @@ class Votes:
         """
         rank, adapter = self._rank, self._adapter
         said = self._told.ballot(ballot, rank.machine.generation, rank.catalogue_version)
-        tally = Tally.read(adapter.vote(said.encode()), adapter.world_size)
+        rank.flag(Flag.MEETS, ballot.between)
+        try:
+            tally = Tally.read(adapter.vote(said.encode()), adapter.world_size)
+        finally:
+            rank.flag(Flag.MEETS, False)
         with self._telling:
             self._send(self._told.read(tally))
         return tally
