@@ -43,7 +43,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import Pace, Paced, Vouched
+from holdfast.core.sightings import Paced, Vouched
 from holdfast.exits import Exit
 
 NODE = NodeId("node0")
@@ -291,8 +291,7 @@ def test_the_decision_waits_for_everyone_and_refuses_stale_answers() -> None:
 def test_whose_steps_take_long_may_be_long_in_an_update() -> None:
     job = Job().up()
     assert job.controller.job.settle_s == job.config.quiesce_s
-    paces = (Pace(rank=0, samples=4, busy_s=20.0), Pace(rank=2, samples=4, busy_s=30.0))
-    job.post(Paced(node_id=NODE, generation=job.generation, ranks=paces))
+    job.post(Paced(node_id=NODE, generation=job.generation, ranks=(), step_s=30.0))
     job.exit(1, state="updating")
     assert SetTimer(name="quiesce", delay_s=60.0) in job.last
 

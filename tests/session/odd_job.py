@@ -35,6 +35,10 @@ from tests.session.once import first
 STEPS = 14
 REST_S = 18.0  # longer than ``offer_s``: for a survivor that is waited for twice, its death
 
+UPDATE_S = (
+    6.0  # longer than ``quiesce_s``, and than what lies between two words of the agent on the job's pace
+)
+
 
 class Job:
     """Model, data and the faults of one run."""
@@ -313,6 +317,23 @@ def resting(job: Job) -> dict[str, Any]:
     return {}
 
 
+def updating(job: Job) -> dict[str, Any]:
+    """An update takes long, and the next one, too: rank 1 may be lost in it when the others are far from its end."""
+    lasts_s = {7: (UPDATE_S,) * 3, 8: (2 * UPDATE_S, UPDATE_S, 2 * UPDATE_S)}
+
+    def linger(*_: object) -> None:
+        time.sleep(lasts_s.get(s.step, (0.0,) * 3)[job.rank])
+        job.struck(s.step, "update")
+
+    job.optimizer.register_step_post_hook(linger)
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+    return {}
+
+
 def evaluating_shards(job: Job) -> dict[str, Any]:
     """The same with shards that one rank holds alone, kept in memory at every third step: a kill takes all back."""
     net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Dropout(0.2), nn.Linear(63, 6))
@@ -356,7 +377,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards, resting, streaming, averaging, owning, leaving,
+        evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
     )
 }  # fmt: skip
 

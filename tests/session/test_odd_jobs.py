@@ -24,10 +24,12 @@ class Calm(NamedTuple):
     output: str
 
 
-def run(where: Path, what: str, *kills: str) -> tuple[int, str, list[dict[str, Any]]]:
+def run(
+    where: Path, what: str, *kills: str, flags: tuple[str, ...] = ()
+) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, output, and what each of three workers told."""
     where.mkdir(exist_ok=True)
-    done = run_job(where, 3, JOB, "--what", what, "--kill", ",".join(kills), "--result", "result")
+    done = run_job(where, 3, *flags, JOB, "--what", what, "--kill", ",".join(kills), "--result", "result")
     told = [json.loads(path.read_text()) for path in sorted(where.glob("result/rank-*.json"))]
     assert {path.name for path in where.glob("struck-*")} == {f"struck-{kill}" for kill in kills}, done.stdout
     return done.returncode, done.stdout, told
@@ -98,6 +100,13 @@ def test_a_survivor_that_takes_long_before_its_block_stays(
     """It is asked for its digests and for its state, and both wait for the script."""
     code, output, told = run(tmp_path / "job", "resting", "1:7:start")
     assert code == 0 and "did not give its state" not in output, output
+    assert ", 1 fault, 0 steps lost" in output, output
+    assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("plain").told], output
+
+
+def test_survivors_in_a_long_update_stay(tmp_path: Path, calm: Callable[[str], Calm]) -> None:
+    code, output, told = run(tmp_path / "job", "updating", "1:8:update", flags=("--hang-factor", "1000"))
+    assert code == 0 and "did not settle" not in output, output
     assert ", 1 fault, 0 steps lost" in output, output
     assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("plain").told], output
 

@@ -56,7 +56,7 @@ class Job:
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
-        self.busy_s: dict[NodeId, float] = {}  # what a step takes on the slowest rank there, waiting left out
+        self.step_s: dict[NodeId, float] = {}  # what the last step took there
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
         self.generation = past.generation
@@ -214,8 +214,8 @@ class Job:
     @property
     def settle_s(self) -> float:
         """Who is in its update answers a fence when that is over, and no update takes longer than a whole step."""
-        busy_s = max((s for node, s in self.busy_s.items() if node in self.roster.nodes), default=0.0)
-        return max(self.config.quiesce_s, STEPS_TO_SETTLE * busy_s)
+        step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
+        return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
 
     @property
     def fits(self) -> bool:

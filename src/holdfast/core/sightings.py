@@ -105,6 +105,7 @@ class Paced(Message, frozen=True):
     node_id: NodeId
     generation: Generation
     ranks: tuple[Pace, ...]
+    step_s: float = 0.0  # the longest of their last steps
 
 
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):

@@ -106,9 +106,7 @@ class Stragglers:
         if event.generation != roster.generation:
             return
         self._paces.tell(event.node_id, event.ranks)
-        self.job.busy_s[event.node_id] = max(
-            (p.busy_s for p in event.ranks if not isnan(p.busy_s)), default=0.0
-        )
+        self.job.step_s[event.node_id] = event.step_s
         if self._living is not roster.living:
             self._living = roster.living
             for node_id in self._paces.nodes:

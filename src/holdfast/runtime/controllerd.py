@@ -58,6 +58,7 @@ from holdfast.wire import MESSAGES, WireMessage
 LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
 BEAT_S = 0.5
 NODE_LOST_S = 1.5
+UNSEEN_QUIESCE_S = 60.0
 NODE_ADOPTION_S = 3.0
 SAME_CLOCK_NS = 50_000_000
 PROBE_S = 10.0  # a file that one node made shows up on the others within this, if they share the directory
@@ -88,7 +89,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         restart_window_s=settings.restart_window_s,
         verify=settings.verify_every > 0,
         on_fault=settings.on_fault,
-        quiesce_s=settings.quiesce_s,
+        # Where nobody looks for hangs, nobody knows what a step takes either.
+        quiesce_s=settings.quiesce_s if settings.hang_factor else max(settings.quiesce_s, UNSEEN_QUIESCE_S),
         grace_s=settings.grace_s,
         patience_s=settings.hang_start_s,
         replace_slower_than=settings.replace_slower_than,

@@ -137,8 +137,10 @@ class Watcher:
         if now - self._paced_s >= PACE_S:
             self._paced_s = now
             paces = tuple(Pace(*pace) for pace in self._progress.paces())
-            if paces:
-                self._post(Paced(node_id=self._node_id, generation=self._generation, ranks=paces))
+            step_s = max(reading.step_s for reading in readings)
+            if step_s:
+                here, generation = self._node_id, self._generation
+                self._post(Paced(node_id=here, generation=generation, ranks=paces, step_s=step_s))
         if self._learned is not None and now - self._kept_s >= KEEP_S:
             self._kept_s = now
             # Not there: the run ends, its pages are gone, and nobody takes over.
