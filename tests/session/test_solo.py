@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.adapters.torch.rng import reseed
 from holdfast.adapters.torch.state import TorchState
+from holdfast.core.page import Flag
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -537,7 +538,9 @@ def test_a_section_that_was_cut_off_is_run_again_or_told(
 
 def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(Rank, "compiling", lambda self, on: seen.append(on))
+    monkeypatch.setattr(
+        Rank, "flag", lambda self, what, on: seen.append(on) if what is Flag.COMPILING else None
+    )
     job = Job()
     with job.session() as s:
         torch.compile(nn.Linear(4, 3), backend="eager")(torch.zeros(1, 4))
