@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     strikes: tuple[Callable[[Hosts, int], None], ...] = (
-        lambda hosts, lost: hosts.kill(lost),
+        Hosts.kill,
         lambda hosts, lost: hosts.net.cut(lost),
     )
     found: dict[tuple[int, int], list[float]] = {case: [] for case in product((0, 1), (0, 1))}

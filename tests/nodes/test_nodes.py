@@ -58,6 +58,19 @@ def alone(base: Path, steps: int, workers: int = 2) -> str:
     return (base / "alone-out-0").read_text()
 
 
+def seats_when_lost(hosts: Hosts, lost: int) -> list[list[str]]:
+    """Host 0 or 1 is lost, the spare takes its ranks, and no step is lost: nodes of the ranks before and after."""
+    left = 1 - lost
+    hosts.start()
+    hosts.wait_event(left, "resumed")
+    hosts.kill(lost)
+    hosts.wait_event(left, "recovered")
+    hosts.let_end()
+    assert [hosts.wait(left), hosts.wait(2)] == [0, 0], hosts.output(left)
+    assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
+    return [e.data["nodes"] for e in hosts.events(left, "generation_started")]
+
+
 def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2", args=("5",), nproc=2) as hosts:
         hosts.start(1, 0)
@@ -137,18 +150,10 @@ def test_the_controller_of_a_minority_dies_and_its_successor_seals(net: Network,
 @pytest.mark.torch
 def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2:3", TRAIN, ("70", "0.3", str(tmp_path / "out")), torch=True) as hosts:
-        hosts.start()
-        hosts.wait_event(1, "resumed")
-        hosts.kill(0)
-        hosts.wait_event(1, "recovered")
-        hosts.let_end()
-        assert [hosts.wait(1), hosts.wait(2)] == [0, 0], hosts.output(1)
-        seats = [e.data["nodes"] for e in hosts.events(1, "generation_started")]
-        assert seats == [["node0", "node1"], ["node2", "node1"]]
+        assert seats_when_lost(hosts, 0) == [["node0", "node1"], ["node2", "node1"]]
         assert hosts.events(1, "verdict")[0].data["action"] == "replace"
         started = [e.data["member_id"] for e in hosts.events(1, "member_started")]
         assert len(started) == 3, "the survivor kept its process"
-        assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
     digests = {path.read_text() for path in tmp_path.glob("out-*")}
     assert digests == {alone(tmp_path, 70)}
 
@@ -159,15 +164,7 @@ def test_hosts_of_two_sizes_and_a_spare_for_the_larger(net: Network, tmp_path: P
     script = TRAIN.replace("\ntorch.set_num", f"\n{told}\ntorch.set_num")
     words = ("70", "0.3", str(tmp_path / "out"))
     with Hosts(net, tmp_path, "2:3", script, words, torch=True, counts=(1, 2)) as hosts:
-        hosts.start()
-        hosts.wait_event(0, "resumed")
-        hosts.kill(1)
-        hosts.wait_event(0, "recovered")
-        hosts.let_end()
-        assert [hosts.wait(0), hosts.wait(2)] == [0, 0], hosts.output(0)
-        seats = [e.data["nodes"] for e in hosts.events(0, "generation_started")]
-        assert seats == [["node0", "node1", "node1"], ["node0", "node2", "node2"]]
-        assert {e.data["steps_lost"] for e in hosts.events(2, "recovered")} == {0}
+        assert seats_when_lost(hosts, 1) == [["node0", "node1", "node1"], ["node0", "node2", "node2"]]
         logs = [
             log.read_text() for i in (0, 2) for log in sorted(hosts.run(i).path.glob("attempt-*/rank-*.log"))
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +25,27 @@ def run(where: Path, way: str) -> tuple[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the undisturbed run ends with."""
-    return run(tmp_path_factory.mktemp("calm"), "calm")[1]
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """What an undisturbed run ends with."""
+    return cache(lambda way: run(tmp_path_factory.mktemp(way), way)[1])
 
 
 @pytest.mark.parametrize("way", ["late", "open", "caught"])
 def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
-    tmp_path: Path, calm: list[Any], way: str
+    tmp_path: Path, calm: Callable[[str], list[Any]], way: str
 ) -> None:
     output, told = run(tmp_path, way)
-    assert told == calm and ", 1 fault, 0 steps lost" in output, output
+    assert told == calm("calm") and ", 1 fault, 0 steps lost" in output, output
     assert "was cut off" not in output, output
     assert way == "open" or "F001: replace" in output, output  # in a section it is away, and all start again
 
 
-@pytest.fixture(scope="module")
-def calm_loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The same of several loops, one of which is left."""
-    return run(tmp_path_factory.mktemp("loops"), "break-calm")[1]
-
-
 @pytest.mark.parametrize("way", ["break", "kept", "next"])
 def test_nobody_comes_into_a_loop_that_the_others_have_left(
-    tmp_path: Path, calm_loops: list[Any], way: str
+    tmp_path: Path, calm: Callable[[str], list[Any]], way: str
 ) -> None:
     output, told = run(tmp_path, way)
-    assert told == calm_loops and ", 1 fault, " in output, output
+    assert told == calm("break-calm") and ", 1 fault, " in output, output
 
 
 def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_path: Path) -> None:

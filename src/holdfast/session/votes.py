@@ -46,14 +46,20 @@ class Votes:
         """
         rank, adapter = self._rank, self._adapter
         said = self._told.ballot(ballot, rank.machine.generation, rank.catalogue_version)
-        rank.flag(Flag.MEETS, ballot.between)
-        try:
-            tally = Tally.read(adapter.vote(said.encode()), adapter.world_size)
-        finally:
-            rank.flag(Flag.MEETS, False)
+        tally = Tally.read(self._sums(said), adapter.world_size)
         with self._telling:
             self._send(self._told.read(tally))
         return tally
+
+    def _sums(self, ballot: Ballot) -> list[int]:
+        """Of all ranks. Between two steps the page says that this is what is waited for; in a step its phase does."""
+        if not ballot.between:
+            return self._adapter.vote(ballot.encode())
+        self._rank.flag(Flag.MEETS, True)
+        try:
+            return self._adapter.vote(ballot.encode())
+        finally:
+            self._rank.flag(Flag.MEETS, False)
 
     def tell(self, collected: Collected | None = None) -> None:
         """Tell what this rank holds when that has changed: at once, for a fault that may come before the next vote."""
