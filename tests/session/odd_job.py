@@ -177,6 +177,21 @@ def leaving(job: Job) -> dict[str, Any]:
     return {}
 
 
+def stopping(job: Job) -> dict[str, Any]:
+    """An early stop that is part of the state: asked for before each block."""
+    stop = {"now": False}
+    with job.session({"stop": stop}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            if stop["now"]:
+                break
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+            stop["now"] = step.number == 9
+        job.struck(9, "left")
+    return {}
+
+
 def searching(job: Job) -> dict[str, Any]:
     """An optimizer that evaluates its closure several times."""
     job.optimizer = torch.optim.LBFGS(job.model.parameters())
@@ -378,6 +393,7 @@ WAYS = {
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
         evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
+        stopping,
     )
 }  # fmt: skip
 

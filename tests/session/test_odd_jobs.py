@@ -75,6 +75,7 @@ def test_undisturbed_each_block_runs_once(calm: Callable[[str], Calm]) -> None:
         ("evaluating", ["2:8:evaluation", "2:9:start"]),
         ("averaging", ["1:0:late", "0:6:mid", "2:11:late"]),
         ("owning", ["1:5:mid", "0:7:begin", "2:9:after"]),
+        ("stopping", ["1:9:left"]),
         ("streaming", ["1:6:mid", "0:6:update", "2:6:after"]),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
