@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from holdfast.adapters.numpy import NumpyState
-from holdfast.cli.ckpt import ranges
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store import tools
@@ -210,10 +209,6 @@ def test_youngs_interval() -> None:
     assert math.isclose(best_interval_s(0.5, 3600), 60)
     with pytest.raises(UsageError):
         best_interval_s(0, 3600)
-
-
-def test_rank_ranges() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

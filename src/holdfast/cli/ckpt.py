@@ -31,7 +31,7 @@ from holdfast.store.repair import Repaired, repair
 from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect, judge
-from holdfast.wording import plural
+from holdfast.wording import plural, ranges
 
 HOLDERS_SHOWN = 10_000
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
@@ -293,17 +293,6 @@ def prune(
     if not done.removed:
         click.echo(f"nothing to remove below {place}")
     return 0
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """Ascending numbers as text, runs shortened: ``0-3, 8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from holdfast.cli.find import name_of
 from holdfast.cli.output import outlive_full_disk
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.resolve import Request
-from holdfast.cli.status import again, facts, fault_text, first_line
+from holdfast.cli.status import again, facts, first_line
 from holdfast.cli.tail import LogTail
+from holdfast.cli.telling import Telling
 from holdfast.cli.view import FaultView, RunView, Watch, log_of, repeated
 from holdfast.core.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError, UsageError, UserError
@@ -34,7 +35,7 @@ from holdfast.runtime.aside import bring_checkpoints, put_aside
 from holdfast.runtime.launch import AgentLink, start_agent
 from holdfast.runtime.pids import reap_others, stopped
 from holdfast.runtime.remains import remove_forgotten
-from holdfast.runtime.rundir import RunDir, last_lines
+from holdfast.runtime.rundir import RunDir
 from holdfast.wording import plural
 
 POLL_S = 0.1
@@ -114,14 +115,6 @@ def _make_room(run_dir: RunDir) -> Path | None:
         ) from error
 
 
-def answered(fault: FaultView, session: bool) -> str:
-    """What was done about a fault; whether a script without a session trains, nobody can know."""
-    if not session:
-        return f"all workers were started again after {fault.recovered_s:.2f} s"
-    lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
-    return f"{fault.action.replace('_', ' ')}, {lost}training goes on after {fault.recovered_s:.2f} s"
-
-
 class Launcher:
     """One run, seen from the terminal."""
 
@@ -134,8 +127,7 @@ class Launcher:
         self._agent_since_s = self._agent_ran_s = self._agent_seen_s = time.monotonic()
         self._asked: list[signal.Signals] = []
         self._answered = 0
-        self._faults_shown = 0
-        self._recoveries_shown = 0
+        self._telling = Telling(self.watch, self._shown)
         self._warnings_shown = 0
         self._saves_shown = 0
         self._had_room = True
@@ -232,17 +224,8 @@ class Launcher:
         for save in self.watch.story.saves[self._saves_shown :]:
             screen.say(save)
         self._saves_shown = len(self.watch.story.saves)
-        faults = self.watch.story.faults
-        for fault in faults[self._faults_shown :]:
-            screen.say(f"{fault.name}: {fault_text(fault)}")
-            self._show_last_lines(screen, fault)
-        self._faults_shown = len(faults)
-        for fault in faults[self._recoveries_shown :]:
-            if fault.recovered_s is None:
-                break
-            self._recoveries_shown += 1
-            self._write_reports()
-            screen.say(f"{fault.name}: {answered(fault, self.watch.story.session)}")
+        self._telling.faults(screen)
+        self._telling.recoveries(screen, self._write_reports)
 
     def _show_room(self, screen: Screen) -> None:
         """On a full disk training goes on, but nothing can be decided: a decision is written down before it is made."""
@@ -255,14 +238,6 @@ class Launcher:
 
     def _place(self) -> str:
         return shlex.quote(str(self.run_dir.path))
-
-    def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
-        if self._shown(fault.attempt, fault.rank):
-            return
-        log = log_of(fault, self.run_dir, self.request.settings)
-        end = self.watch.story.log_ends.get(fault.member_id)
-        for line in last_lines(log, end=end) if log else ():
-            screen.rank(fault.rank, line, always_marked=True)
 
     def _stands_still(self, agent_pid: int) -> bool:
         """The agent was stopped (SIGSTOP), for long: its node would be given up soon, and nobody else can mend that."""

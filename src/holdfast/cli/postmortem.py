@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.cli.status import fault_place, named
 from holdfast.cli.view import FaultView, Story, log_of, repeated
-from holdfast.core.fault import SEEN
+from holdfast.core.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
@@ -342,7 +342,7 @@ def _end(exited: dict[str, Any]) -> str:
     code = exited.get("code")
     if code is None:
         return "is gone"
-    return "left for a restart" if code == Exit.RESTART else f"ended with code {code}"
+    return LEFT_FOR_RESTART if code == Exit.RESTART else f"ended with code {code}"
 
 
 def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:

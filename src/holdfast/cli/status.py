@@ -167,10 +167,15 @@ def _busy(one: RankView) -> Text:
 
 def fault_text(fault: FaultView) -> str:
     """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
+    return f"rank {fault.rank}: {fault_what(fault)}"
+
+
+def fault_what(fault: FaultView) -> str:
+    """The same without the rank."""
     what = first_line(named(fault.what)) or fault.kind
     # A collective that was given up is named with the place it was called from.
     said = fault.phase in ("", NO_PAGE) or f"in {fault.phase} of step {fault.step}" in what
-    return f"rank {fault.rank}: {what}" + ("" if said else f", {fault_place(fault)}")
+    return what if said else f"{what}, {fault_place(fault)}"
 
 
 def named(what: str) -> str:

@@ -22,6 +22,8 @@ SEEN: tuple[Seen, ...] = get_args(Seen)
 FaultKind = Literal[
     "signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller", "corruption"
 ]
+LEFT_FOR_RESTART = "left for a restart"
+"""What is said of a member that follows a fault: it has nothing of its own to tell."""
 
 
 class Fault(msgspec.Struct, kw_only=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.ending import Ending
-from holdfast.core.fault import Fault, FaultKind
+from holdfast.core.fault import LEFT_FOR_RESTART, Fault, FaultKind
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job import Job
@@ -329,7 +329,7 @@ class Fleet:
             kind: FaultKind = "signal"
             how = f"was killed by signal {event.signal}"
         elif event.code == Exit.RESTART:
-            kind, how = "exit", "left for a restart"
+            kind, how = "exit", LEFT_FOR_RESTART
         elif event.code is not None:
             kind, how = "exit", f"ended with code {event.code}"
         else:
