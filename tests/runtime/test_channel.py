@@ -271,6 +271,17 @@ def test_with_its_launcher_gone_too_an_orphan_does_not_wait(run: RunDir) -> None
         until("orphaned", lambda: calls)
 
 
+def test_an_orphan_asks_nobody_until_an_agent_comes_all_the_same(run: RunDir) -> None:
+    with client_of(run, orphan_s=0.2) as client:
+        client.on_orphaned(lambda: None)
+        assert client.kv("wait", ("never",), timeout_s=600.0).error == "orphaned"
+        assert client.orphaned
+        assert client.kv("check", ("never",), timeout_s=600.0).error == "orphaned"
+        with Desk(run):
+            until("found", lambda: not client.orphaned)
+            assert client.kv("set", ("echo",), value=b"x", timeout_s=600.0).value == b"x"
+
+
 def _ask_from_client_thread(client: Client, run: RunDir) -> None:
     caught: list[Exception] = []
 

@@ -47,7 +47,7 @@ def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
             code = job.wait(BOUND_S)
         except BaseException:  # pytest's timeout and Ctrl-C are no Exception
             print(_said(output), *_events(where), _logs(where), sep="\n")
-            _end(where)
+            end(where)
             job.wait()
             raise
         for log in where.glob("runs/*/events.jsonl"):
@@ -77,8 +77,8 @@ def _logs(where: Path) -> str:
     return text([Excerpt.of(log) for log in sorted(where.glob("runs/*/attempt-*/rank-*.log"))])
 
 
-def _end(where: Path) -> None:
-    """Until nobody is left: who still lives may start others."""
+def end(where: Path) -> None:
+    """Kill all who work in ``where``, until nobody is left: who still lives may start others."""
     while left := working_in(where):
         for pid in left:
             with suppress(ProcessLookupError):

@@ -326,6 +326,8 @@ def meet(
     while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
         if client.fenced or reply.error == "fenced":
             raise GroupError("a new generation began while the ranks were meeting")
+        if reply.error == "orphaned":
+            raise GroupError("launcher and agent were lost while the ranks were meeting")
     if not reply.ok:
         missing = [other for other, key in enumerate(keys) if not client.kv("check", (key,)).ok]
         raise GroupError(

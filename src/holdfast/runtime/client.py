@@ -74,7 +74,8 @@ class Client:
     """One process life's connection to its agent. ``start`` begins, ``close`` sends what is queued and ends.
 
     ``hello`` gives state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the process
-    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`Resume`.
+    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`Resume`;
+    ``orphaned`` from when no agent is to be expected any more until one answers all the same.
     """
 
     _current: Client | None = None
@@ -114,6 +115,7 @@ class Client:
         self.fenced = False
         self.failed: BaseException | None = None  # the exception that the controller was told
         self.connected = False
+        self.orphaned = False
         self.refused_stale = 0
         self._newest = generation
         self._has_session = False
@@ -213,8 +215,8 @@ class Client:
     ) -> KvReply:
         """One operation on the agent's key-value store (see ``runtime/kv.py``); blocks.
 
-        ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, or ``fenced``: a new generation began, so
-        whatever this belonged to is over.
+        ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, or one of those that mean that whatever this
+        belonged to is over: ``fenced``, a new generation began; ``orphaned``, nobody is there who would answer.
         """
         if threading.current_thread() is self._thread:
             raise InternalError("kv() would wait for itself in the client thread")
@@ -229,9 +231,9 @@ class Client:
             timeout_s=timeout_s,
         )
         request = self._requests[number] = _Request(message)
-        if self.fenced:  # looked at after it was noted: a fence that comes later ends what is noted
+        if self.fenced or self.orphaned:  # looked at after it was noted: what comes later ends what is noted
             self._requests.pop(number, None)
-            return KvReply(request_id=number, ok=False, error="fenced")
+            return KvReply(request_id=number, ok=False, error="fenced" if self.fenced else "orphaned")
         self._wake()
         request.done.wait(timeout_s + KV_SLACK_S)
         self._requests.pop(number, None)
@@ -301,18 +303,16 @@ class Client:
 
     def _run(self) -> None:
         away_since = time.monotonic()
-        told = False
         while True:
             channel = self._connect()
             if channel is not None:
-                told = False
+                self.orphaned = False
                 self._serve(channel)
                 if self.stand_in is not None and not self.stand_in.called and not self._closing:
                     leave_process(Exit.RESTART)  # a spare belongs to its agent
                 away_since = time.monotonic()
-            elif not told and self._is_orphan(time.monotonic() - away_since):
-                told = True
-                self._orphaned()
+            elif not self.orphaned and self._is_orphan(time.monotonic() - away_since):
+                self._be_orphan()
             if self._closing and (not self._outbox or time.monotonic() - away_since > CLOSE_TIMEOUT_S):
                 return
             if channel is None:
@@ -425,12 +425,14 @@ class Client:
             request.reply = KvReply(request_id=number, ok=False, error=error)
             request.done.set()
 
-    def _orphaned(self) -> None:
+    def _be_orphan(self) -> None:
         if not self._orphan_handlers:
-            sys.stderr.write(f"holdfast: no agent for {self.orphan_s:g} s, this worker leaves\n")
+            sys.stderr.write("holdfast: launcher and agent are lost, this worker leaves\n")
             leave_process(Exit.ORPHANED)
         for handler in self._orphan_handlers:
             handler()
+        self.orphaned = True  # last: whoever is refused an answer finds that the session knows why
+        self._fail_requests("orphaned")
 
     def _fence(self, fence: Fence) -> None:
         if self.on_fence_default is not None:

@@ -1,7 +1,8 @@
 """Entry of a worker after fork or exec: client, page, process groups, then the user's script as ``__main__``.
 
 Everything that it needs is in its environment and in ``run.json``. Exit codes: what the script asks for; 1 after an
-uncaught exception; 3 after a typed UserError or StoreError; 78 (RESTART) when it fell while the job was fenced.
+uncaught exception; 3 after a typed UserError or StoreError; 78 (RESTART) when it fell while the job was fenced; 77
+(ORPHANED) when it could not meet the others, because nobody is there any more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, cast
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import Phase, Word
-from holdfast.errors import ScriptError
+from holdfast.errors import GroupError, ScriptError
 from holdfast.exits import Exit
 from holdfast.runtime import environment
 from holdfast.runtime.client import Client
@@ -180,6 +181,8 @@ def _report(client: Client, error: BaseException) -> int:
         tail = tail.tb_next
     error.__traceback__ = tail
     show(error)
+    if client.orphaned and isinstance(error, GroupError):
+        return int(Exit.ORPHANED)
     if client.fenced and client.failed is not error:
         return int(Exit.RESTART)
     return int(Exit.BAD_INPUT if tell(client, error) else Exit.FAILED)

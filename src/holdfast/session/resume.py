@@ -32,6 +32,7 @@ from holdfast.core.ids import MEMORY
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
+    GroupError,
     HoldfastError,
     InternalError,
     NothingToResume,
@@ -260,6 +261,8 @@ class Resume:
             return found
         self._client.kv("wait", key, timeout_s=KEY_TIMEOUT_S)
         reply = self._client.kv("get", key, timeout_s=KEY_TIMEOUT_S)
+        if reply.error == "orphaned":
+            raise GroupError("launcher and agent were lost before rank 0 had said what to resume from")
         if not reply.ok or reply.error:
             raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
         told = json.loads(reply.value)

@@ -1,0 +1,64 @@
+"""Workers whose launcher and agent are both killed leave by themselves, wherever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.drill.watch import Run
+from holdfast.runtime.rundir import RunDir
+from tests.cli.command import HOLDFAST
+from tests.runtime.runs import exists, until
+from tests.session.launch import end
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+RANKS = 2
+SCRIPT = """\
+import pathlib, time
+import torch, torch.distributed as dist
+import holdfast
+from holdfast.runtime.client import Client
+ask = Client.kv
+def noted(self, op, keys=(), **more):
+    if op == "wait" and keys[0].startswith("holdfast/resume"):
+        pathlib.Path("waits").touch()
+    return ask(self, op, keys, **more)
+Client.kv = noted
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+while dist.get_rank() == 0:
+    time.sleep(0.1)
+with holdfast.session(model=model, optimizer=optimizer) as s:
+    pass
+"""
+
+
+def test_a_rank_that_waits_for_another_one_s_session_leaves(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launcher = subprocess.Popen(
+        [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until("rank 1 waits for rank 0", (tmp_path / "waits").exists)
+        directory = RunDir(tmp_path / "runs/it")
+        workers = [worker.pid for worker in Run(directory.path).workers().values()]
+        assert len(workers) == RANKS
+        os.kill(launcher.pid, signal.SIGKILL)
+        os.kill(directory.serving("agent"), signal.SIGKILL)
+        until("both have left", lambda: not any(map(exists, workers)))
+    finally:
+        launcher.kill()
+        launcher.wait()
+        end(tmp_path)
+    said = [log.read_text() for log in sorted(directory.path.glob("attempt-*/rank-*.log"))]
+    assert all("launcher and agent " in text for text in said) and len(said) == RANKS, said
