@@ -15,6 +15,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
 from tests.runtime.runs import without_torch
+from tests.session.launch import end
 
 pytestmark = pytest.mark.processes
 
@@ -94,6 +95,31 @@ def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=BOUND_S)
     assert "Ctrl-C" in said and "it is killed" not in said and "successor" not in said, said
     assert working_in(tmp_path) == {}
+
+
+def test_a_stopped_agent_does_not_hold_up_an_exit(tmp_path: Path) -> None:
+    """The launcher, which waits for its answer, finds all the same that it is stopped: a successor is asked."""
+    process = start(tmp_path)
+    endpoint = RunDir(tmp_path / "runs" / "mine").read_endpoint("agent")
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=1.5 * BOUND_S)
+    assert process.returncode == Exit.UNSAVED and "it is killed" in said, said
+    assert working_in(tmp_path) == {}
+
+
+def test_a_run_without_its_directory_is_no_defect(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    try:
+        (tmp_path / "runs/mine").rename(tmp_path / "runs/gone")
+        _, said = process.communicate(timeout=BOUND_S)
+        assert process.returncode == Exit.BAD_INPUT, said
+        assert f"error: {tmp_path / 'runs/mine'} was removed, or moved" in said and "  next: " in said
+    finally:
+        process.kill()
+        process.wait()
+        end(tmp_path)
 
 
 def test_a_preloaded_module_is_there_before_the_script(holdfast: Run) -> None:

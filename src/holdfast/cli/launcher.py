@@ -44,6 +44,7 @@ SUCCESSORS_MAX = 16  # in a row
 LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
+ASK_S = 5.0  # for the answer of an agent
 ROOM_WAIT_S = 120.0  # as long as for a node
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
@@ -65,6 +66,7 @@ def launch(request: Request) -> int:
 
     Raises:
         UsageError: the run directory cannot be made, or the run goes on.
+        UserError: somebody has removed it, or moved it, or there was no room in it for long.
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
@@ -80,7 +82,15 @@ def launch(request: Request) -> int:
         request = replace(request, notes=(*request.notes, note))
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
-        return Launcher(request, run_dir).run()
+        try:
+            return Launcher(request, run_dir).run()
+        except OSError as error:
+            if run_dir.path.exists():
+                raise
+            raise UserError(
+                f"{run_dir.path} was removed, or moved: the run cannot go on without its directory",
+                hint="start the same command again, and leave the directories of runs that go on where they are",
+            ) from error
 
 
 def _make_logs(directory: Path) -> None:
@@ -142,7 +152,8 @@ class Launcher:
             view = self.watch.poll()
             turn = 0
             while view.state != "ended":
-                self._pass_on_signals(screen)
+                if agent.poll() is None:  # else its successor is asked
+                    self._pass_on_signals(screen)
                 self._show_output(screen)
                 if turn % LOOK_EVERY == 0 or agent.poll() is not None:
                     view = self.watch.poll()
@@ -201,11 +212,15 @@ class Launcher:
                 if first
                 else StopRun(reason=f"second signal: {source}")
             )
+            began_s = time.monotonic()
             try:
-                answer = AgentLink(self.run_dir.path).request(order)
+                answer = AgentLink(self.run_dir.path).request(order, timeout_s=ASK_S)
             except (HoldfastError, OSError) as error:
-                screen.say(f"{source}: the agent does not answer ({error}); a successor will be asked again")
+                why = error.message if isinstance(error, HoldfastError) else str(error)
+                screen.say(f"{source}: the agent does not answer ({why}); it, or a successor, is asked again")
                 self._answered -= 1
+                # It was looked at for so long, though not by `_stands_still`: one that is stopped is to be killed.
+                self._agent_seen_s += min(time.monotonic() - began_s, ASK_S)
                 return
             screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
 

@@ -65,7 +65,8 @@ class AgentLink:
         )
 
     def _ask(self, host: str, port: int, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
-        channel = BlockingChannel.connect(MESSAGES, host, port, token, "cli")
+        left_s = max(RETRY_S, deadline_s - time.monotonic())
+        channel = BlockingChannel.connect(MESSAGES, host, port, token, "cli", timeout_s=left_s)
         try:
             channel.send(message)
             while True:
