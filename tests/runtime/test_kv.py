@@ -14,6 +14,7 @@ from holdfast.core.ids import MemberId
 from holdfast.core.messages import KvReply, KvRequest
 from holdfast.runtime import kv
 from holdfast.runtime.kv import KvServer
+from tests.runtime.runs import no_file_beyond
 
 ANNE, BERT = MemberId(1), MemberId(2)
 
@@ -104,6 +105,26 @@ def test_limits_and_a_log_that_is_shortened(tmp_path: Path, monkeypatch: Any) ->
     assert (tmp_path / "kv").stat().st_size < 20_000, "a tenth of what was asked, and the newest answers"
     assert anne.one("set", "big", value=bytes(2000)).error == "full"
     assert Caller(KvServer.open(tmp_path / "kv"), BERT).one("get", "k").value == b"399" * 50
+
+
+def test_where_nothing_can_be_written_the_workers_are_served(tmp_path: Path) -> None:
+    """What the log lacks then is in it as soon as there is room; a successor before that knows what was before."""
+    log = tmp_path / "kv"
+    anne = Caller(KvServer.open(log), ANNE)
+    assert anne.one("set", "before", value=b"1").ok
+    size_bytes = log.stat().st_size
+    with no_file_beyond(size_bytes + 100):
+        for number in range(3):
+            assert anne.one("set", "big", value=bytes(1000 + number)).ok
+            assert len(anne.one("get", "big").value) == 1000 + number
+        assert log.stat().st_size == size_bytes
+    meanwhile = Caller(KvServer.open(log), BERT)
+    assert meanwhile.one("get", "before").value == b"1" and meanwhile.one("get", "big").error == "missing"
+    assert anne.one("set", "after", value=b"2").ok
+    assert anne.one("set", "then", value=b"3").ok
+    successor = Caller(KvServer.open(log), BERT)
+    assert [successor.one("get", key).value for key in ("before", "after", "then")] == [b"1", b"2", b"3"]
+    assert len(successor.one("get", "big").value) == 1002
 
 
 def test_the_keys_go_once_when_all_start_again(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from holdfast.runtime.page import Page
 from holdfast.runtime.pids import age_s, kill_group, stopped, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.watch import Watcher
-from tests.runtime.runs import until
+from holdfast.runtime.watch import LEARNED, Watcher
+from tests.runtime.runs import no_file_beyond, until
 
 DONE = MemberId(4)
 LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=2.0, idle_s=2.0, section_s=2.0, look_s=0.1)
@@ -43,6 +43,30 @@ def test_a_spare_that_waits_for_ever_is_no_hang(tmp_path: Path) -> None:
             for now in range(100, 120):
                 watcher.look(float(now))
             assert bool(heard) == (number == 3), "a worker that stands still is one"
+    finally:
+        for open_page in watcher._pages.values():
+            open_page.close()
+        run.remove_pages()
+
+
+def test_where_nothing_can_be_kept_the_looks_go_on(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    heard: list[Message] = []
+    living = {DONE: Life(DONE, os.getpid(), -1, None)}
+    watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
+    kept = watcher._learned = run.pages() / f"{LEARNED}node0"
+    try:
+        page = Page.create(run.page_path(DONE), member=DONE)
+        page[Word.PID] = os.getpid()
+        page.place(0, Phase.FORWARD)
+        page.close()
+        with no_file_beyond(0):
+            for now in range(100, 120):
+                watcher.look(float(now))
+        assert heard and not kept.exists()
+        watcher.look(120.0)
+        assert kept.stat().st_size
     finally:
         for open_page in watcher._pages.values():
             open_page.close()

@@ -3,7 +3,8 @@
 Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is
 ever read by a new one. Every change is appended to a file in shared memory before it is answered, so the store
 outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
-A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again.
+A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again. So is one
+that lacks a change for which there was no room; until there is room again this agent alone has that change.
 
 The keys stay until all workers of the job start again, or the run ends: the last worker of this node may be gone while
 those of other nodes still need them.
@@ -93,6 +94,7 @@ class KvServer:
         self._log = log
         self._fd = fd
         self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
+        self._lacks = False  # the log does, a change that was made
         self._data: dict[str, bytes] = {}
         self._size_bytes = 0
         self._waits: dict[tuple[MemberId, int], tuple[float, tuple[str, ...]]] = {}
@@ -168,6 +170,7 @@ class KvServer:
 
     def _clear(self) -> None:
         os.ftruncate(self._fd, 0)
+        self._lacks = False
         self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
         self._data.clear()
         self._answers.clear()
@@ -186,9 +189,18 @@ class KvServer:
             del answers[next(iter(answers))]
 
     def _write(self, line: _Change | _Place) -> None:
-        if os.fstat(self._fd).st_size > self._shorten_at_bytes:
-            self._shorten()
-        os.write(self._fd, frame(_ENCODER.encode(line)))
+        """Into the log, before it is made; where nothing fits into shared memory the workers are served still."""
+        data = frame(_ENCODER.encode(line))
+        try:
+            if self._lacks or os.fstat(self._fd).st_size > self._shorten_at_bytes:
+                self._shorten()
+                self._lacks = False
+            size_bytes = os.fstat(self._fd).st_size
+            if os.write(self._fd, data) < len(data):
+                self._lacks = True
+                os.ftruncate(self._fd, size_bytes)
+        except OSError:
+            self._lacks = True
 
     def _shorten(self) -> None:
         """Replace the log in one step: whenever this agent dies, its successor finds the old one or the new one."""

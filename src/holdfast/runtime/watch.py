@@ -143,8 +143,8 @@ class Watcher:
                 self._post(Paced(node_id=here, generation=generation, ranks=paces, step_s=step_s))
         if self._learned is not None and now - self._kept_s >= KEEP_S:
             self._kept_s = now
-            # Not there: the run ends, its pages are gone, and nobody takes over.
-            with contextlib.suppress(FileNotFoundError):
+            # No directory: the run ends, its pages are gone, and nobody takes over. No room: there may be some later.
+            with contextlib.suppress(OSError):
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def _pid(self, member_id: MemberId) -> int:
