@@ -10,13 +10,14 @@ themselves with a new cluster. See docs/tensorflow.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from holdfast.adapters.base import Adapter
-from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place
+from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place, scope
 from holdfast.adapters.tensorflow.data import Source, dataset_of
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.session.api import configure_logging
@@ -155,11 +156,12 @@ def fit(
             "fit of Keras 3 does not work with MultiWorkerMirroredStrategy; supported is tf_keras",
             hint="pip install tf_keras, TF_USE_LEGACY_KERAS=1; or a loop of your own with holdfast.tensorflow.session",
         )
-    with session(model, strategy=strategy, **options) as opened:
+    with session(model, strategy=strategy, **options) as opened, _one_fit(model, callbacks) as finish:
         steps = callback(opened)
         steps.epoch_steps = steps_per_epoch
+        model.stop_training = False
         try:
-            while opened.step < epochs * steps_per_epoch and not opened.exiting:
+            while opened.step < epochs * steps_per_epoch and not model.stop_training:
                 epoch, batch = divmod(opened.step, steps_per_epoch)
                 model.fit(
                     _rest(dataset, epoch, batch, steps_per_epoch),
@@ -172,6 +174,61 @@ def fit(
         except BaseException as error:
             if steps.open is None or not steps.open.__exit__(type(error), error, error.__traceback__):
                 raise
+        finish()
+    # Behind the last save: whoever goes on from there trains the weights, not their average.
+    with scope(strategy):
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+@contextmanager
+def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """Each epoch is a fit of its own; for ``callbacks`` and optimizer all are one, that begins and ends once.
+
+    Else an early stop would count from 0 in each epoch, a log file would begin anew, and the average of the weights
+    (``use_ema``) would take their place. Gives what ends it for the callbacks.
+    """
+    theirs = [_Once(each) for each in tf.nest.flatten(list(callbacks))]
+
+    def finish() -> None:
+        for each in theirs:
+            each.finish()
+
+    finalize = model.optimizer.finalize_variable_values
+    model.optimizer.finalize_variable_values = lambda variables: None
+    try:
+        yield finish
+    finally:
+        model.optimizer.finalize_variable_values = finalize
+        for each in theirs:
+            each.restore()
+
+
+class _Once:
+    """Stands before two hooks of a callback: the first fit begins the training, and ``finish`` ends it."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._begin, self._end = callback.on_train_begin, callback.on_train_end
+        self._began = False
+        self._logs: Any = None
+        callback.on_train_begin, callback.on_train_end = self._on_begin, self._on_end
+
+    def _on_begin(self, logs: Any = None) -> None:
+        if not self._began:
+            self._began = True
+            self._begin(logs)
+
+    def _on_end(self, logs: Any = None) -> None:
+        self._logs = logs
+
+    def finish(self) -> None:
+        """Tell the callback that the training has ended, where it began."""
+        if self._began:
+            self._end(self._logs)
+
+    def restore(self) -> None:
+        """Its own hooks again."""
+        self._callback.on_train_begin, self._callback.on_train_end = self._begin, self._end
 
 
 def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
