@@ -24,6 +24,7 @@ from holdfast.integrations.supported import require_supported
 
 WRAPPED = (
     "_inner_training_loop _run_epoch _maybe_log_save_evaluate _finalize_training get_batch_samples training_step"
+    " _track_num_input_tokens"
 ).split()
 
 
@@ -92,7 +93,11 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         """A step begins: its micro-batches from our feed, and how many tokens they hold."""
         samples = [self._feed.draw() for _ in range(count)]
 
+        state = self._trainer.state
+        seen = state.num_input_tokens_seen
+
         def tokens() -> None:
+            state.num_input_tokens_seen = seen
             self._tokens: Any = self._trainer._get_num_items_in_batch(samples, device)
 
         self._replay.begin()
@@ -112,6 +117,10 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
         self._replay.do(call)
         return self._losses.add()
+
+    def _track_num_input_tokens(self, original: Any, inputs: Any) -> None:
+        """What was seen is added up over the ranks: a collective of the step."""
+        self._replay.do(partial(original, inputs))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step ends. Leaves the process when a graceful exit is agreed."""

@@ -23,6 +23,7 @@ from holdfast.integrations.hf import protect
 
 EPOCH_STEPS = 4
 STEPS = 9
+TIMES = ("train_runtime", "train_tokens_per_second")
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -35,7 +36,7 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[: index % 7] = -100
-        return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": labels, "attention_mask": (labels >= 0).long()}
 
 
 class Job(Trainer):  # type: ignore[misc]
@@ -113,7 +114,8 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
-        average_tokens_across_devices=True, eval_strategy=given.evaluate, eval_steps=3,
+        average_tokens_across_devices=True, include_num_input_tokens_seen="non_padding",
+        eval_strategy=given.evaluate, eval_steps=3,
         save_strategy="steps" if given.save else "no", save_steps=3, **schedule,
     )  # fmt: skip
     trainer = Job(model=model, args=args, train_dataset=Pieces(), eval_dataset=Pieces())
@@ -125,8 +127,12 @@ def main() -> None:
         state = trainer.state
         seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.calls}
         seen["rate"] = trainer.lr_scheduler.get_last_lr()[0]
-        seen["logged"] = [line for line in state.log_history if "loss" in line]
-        seen["trained"] = [result.training_loss, state.total_flos]
+        seen["logged"] = [
+            {key: value for key, value in line.items() if key not in TIMES}
+            for line in state.log_history
+            if "loss" in line
+        ]
+        seen["trained"] = [result.training_loss, state.total_flos, state.num_input_tokens_seen]
         seen["evaluated"] = [
             [line["step"], line["eval_loss"]] for line in state.log_history if "eval_loss" in line
         ]
