@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from holdfast.errors import UnsupportedError
+from holdfast.errors import UnsupportedError, UsageError
 from holdfast.integrations.place import Loader, arrive, go_on, place_of
 from holdfast.integrations.replay import Replay
 
@@ -31,6 +31,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
 
     Raises (from ``trainer.fit``):
         UnsupportedError: manual optimization, several optimizers, averages of weights; neither DDP nor one device.
+        UsageError: a second ``fit``.
     """
 
     def __init__(self, **session: Any) -> None:
@@ -44,6 +45,10 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         """Before the strategy is set up: stand behind it."""
         if stage != "fit":
             return
+        if self._replay is not None:
+            raise UsageError(
+                "fit() was called before", hint="one fit() per process, with a Holdfast() of its own"
+            )
         strategy = trainer.strategy
         if not pl_module.automatic_optimization or not isinstance(
             strategy, DDPStrategy | SingleDeviceStrategy
@@ -69,12 +74,17 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.run = partial(self._run, trainer, loop, loop.run)
+        trainer.fit_loop.run = partial(self._fit, trainer.fit_loop.run)
 
     def _open(self, setup: Any, trainer: pl.Trainer) -> None:
         """Model and optimizers are ready: open the session, go to where the job is."""
         setup(trainer)
         if len(trainer.optimizers) != 1:
             raise UnsupportedError(f"{len(trainer.optimizers)} optimizers", hint="configure one optimizer")
+        # What fit(ckpt_path=...) still holds comes before what the session loads. Lightning would load it behind us, at
+        # each start: an optimizer and a place of long ago beside the weights of the job.
+        trainer._checkpoint_connector.restore_training_state()
+        trainer._checkpoint_connector._loaded_checkpoint = {}
         self._replay = Replay(
             model=trainer.strategy.model,
             optimizer=trainer.optimizers[0],
@@ -105,6 +115,11 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seal the end."""
+        self._replay.close(None)
+
+    def _fit(self, run: Any) -> None:
+        """All epochs. Where nothing is left to train, Lightning calls no hook at the end."""
+        run()
         self._replay.close(None)
 
     def on_exception(

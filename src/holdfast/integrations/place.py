@@ -17,10 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from holdfast.adapters.torch.data import Source, make_source
+from holdfast.errors import UnsupportedError
 from holdfast.integrations.calls import is_newcomer
 
 SMALL = "small tensor"
@@ -129,17 +131,36 @@ def _made(value: Any) -> Any:
 
 
 class Loader:
-    """The training data from where the loops are, epoch after epoch."""
+    """The training data from where the loops are, epoch after epoch; of several loaders, one of them."""
 
     def __init__(self, loader: Any, trainer: pl.Trainer, seed: int) -> None:
         self._source: Source = make_source(loader, seed, trainer.global_rank)
         self._loop = trainer.fit_loop
         self._loader = loader
+        self._ended = -1  # the epoch in which a pass of ours ended
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         # Asked at the first batch: by then Lightning knows in which epoch it starts.
-        skip = self._loop.epoch_loop.batch_progress.current.ready
-        yield from self._source.open(self._loop.epoch_progress.current.processed, skip)
+        epoch = self._loop.epoch_progress.current.processed
+        yield from self._source.open(epoch, self._skip(epoch))
+        self._ended = epoch
+
+    def _skip(self, epoch: int) -> int:
+        """How many batches of this pass were trained."""
+        ready: int = self._loop.epoch_loop.batch_progress.current.ready
+        combined = self._loop._combined_loader
+        if len(combined.flattened) == 1 or combined._mode == "min_size":
+            return ready
+        length: int | None = sized_len(self._loader)
+        if length is None or combined._mode not in ("max_size", "max_size_cycle"):
+            raise UnsupportedError(
+                f"several data loaders in mode {combined._mode}, or without a length",
+                hint="a dict of DataLoaders over map-style datasets; CombinedLoader in another mode than 'sequential'",
+            )
+        if combined._mode == "max_size":
+            return min(ready, length)
+        # The shorter ones begin again within an epoch.
+        return 0 if self._ended == epoch else ready % length

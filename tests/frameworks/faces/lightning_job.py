@@ -3,7 +3,7 @@
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
 CALL counts ``training_step``; with ``--kill-in validation``, ``validation_step``; with ``--kill-in epoch``, epochs that
 begin. ``--check N``: validates every N batches, and not at the end of an epoch. ``--plateau``: the scores that this
-gives decide on the learning rate.
+gives decide on the learning rate. ``--all``: one checkpoint of Lightning's own stays for each epoch; ``--resume FILE``.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--plateau", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--resume", default=None)
     given = parser.parse_args()
     faults = {}
     for kind in ("cut", "leave", "kill"):
@@ -140,7 +142,9 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     x = torch.randn(SAMPLES, 4)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-    best = pl.callbacks.ModelCheckpoint(dirpath=given.output / "best", monitor="held_out")
+    best = pl.callbacks.ModelCheckpoint(
+        dirpath=given.output / "best", monitor="held_out", save_top_k=-1 if given.all else 1
+    )
     early = pl.callbacks.EarlyStopping("held_out", patience=3 * EPOCHS, mode="max")  # counts what gets better
     count = Count()
     theirs = [best, early, count]
@@ -150,13 +154,15 @@ def main() -> None:
         num_sanity_val_steps=1, val_check_interval=given.check or None,
         callbacks=theirs if given.plain else [Holdfast(), *theirs],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+    trainer.fit(module, DataLoader(data, 4, shuffle=True), DataLoader(data, 8), ckpt_path=given.resume)
     if trainer.is_global_zero:
         total = xxhash.xxh3_128()
         for tensor in module.state_dict().values():
             total.update(tensor.numpy().tobytes())
         seen = {"step": trainer.global_step, "epoch": trainer.current_epoch, "calls": module.calls}
         seen["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        moments = trainer.optimizers[0].state_dict()["state"].values()
+        seen["updates"] = sorted({float(moment["step"]) for moment in moments})
         seen["best"] = float(best.best_model_score)
         seen["kept"] = [
             Path(best.best_model_path).name,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.errors import UnsupportedError
+from holdfast.errors import UnsupportedError, UsageError
 from holdfast.exits import Exit
 from holdfast.integrations.lightning import Holdfast
 from holdfast.store.root import Root
-from tests.frameworks.faces.running import EXAMPLES, drill, run
+from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
 JOB = Path(__file__).with_name("lightning_job.py")
+LOADERS = Path(__file__).with_name("loaders_job.py")
 BATCHES = 5
 STEPS = 9
 
@@ -161,6 +164,74 @@ def test_graceful_exit_and_the_next_run(
     rehearsed = seen["calls"] - left_to_do  # the first step, without effect, until DDP has its final buckets
     calls = 1 if steps == 2 else 2  # of that step: the last one of an epoch has a single batch
     assert 0 < rehearsed <= 3 * calls and rehearsed % calls == 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of Lightning's own, one of each epoch."""
+    where = tmp_path_factory.mktemp("saved")
+    code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain", "--all")
+    assert code == 0, output
+    return sorted((where / "out" / "best").iterdir())
+
+
+@pytest.mark.parametrize(("rung", "kill"), [("auto", "1@4"), ("restart", "2@8")])
+def test_a_checkpoint_of_lightnings_own_is_gone_on_from(
+    tmp_path: Path, saved: list[Path], rung: str, kill: str
+) -> None:
+    """Once: who comes in later, or starts again, has the optimizer and the place of the job."""
+    given = ("--output", "out", "--resume", str(saved[0]))
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
+    assert code == 0, output
+    plain = results(tmp_path / "plain")
+    assert plain["updates"] == [STEPS]
+    code, output = run(tmp_path, ["holdfast", "run", "--on-fault", rung], JOB, *given, "--kill", kill)
+    assert code == 0, output
+    assert {**results(tmp_path), "calls": 0} == {**plain, "calls": 0}
+    assert "F001: replace" in output if rung == "auto" else "F001: restart last gasp" in output
+
+
+def test_a_checkpoint_of_lightnings_own_with_nothing_left_to_train(tmp_path: Path, saved: list[Path]) -> None:
+    given = ("--output", str(saved[-1].parents[1]), "--resume", str(saved[-1]))
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given)
+    assert code == 0, output
+    assert "F001" not in output
+    assert results(saved[-1].parents[2])["calls"] == 0
+
+
+def batches(where: Path, mode: str, steps: int) -> list[str]:
+    """What a training of one process, over two loaders, was given until ``steps``."""
+    command = [sys.executable, str(LOADERS), mode, str(steps)]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("batch ")]
+
+
+@pytest.mark.timeout(3 * BOUND_S)
+@pytest.mark.parametrize(
+    ("mode", "short"),
+    [("max_size_cycle", ["100", "102", "100", "102", "100"]), ("max_size", ["100", "102", *["None"] * 3])],
+)
+def test_the_shorter_of_two_loaders_ends_within_an_epoch(tmp_path: Path, mode: str, short: list[str]) -> None:
+    """As Lightning has it, in one go (the second epoch) and where the job starts again behind that end (the first)."""
+    given = batches(tmp_path, mode, 3) + batches(tmp_path, mode, -1)
+    assert given == [f"batch {step} {step % 5 * 2} {short[step % 5]}" for step in range(10)]
+
+
+def test_a_second_fit_is_refused(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[Holdfast()],
+    )
+    trainer.fit(BoringModel())
+    with pytest.raises(UsageError, match="fit\\(\\) was called before"):
+        trainer.fit(BoringModel())
 
 
 def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
