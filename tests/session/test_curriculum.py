@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
-from holdfast.session.bound import Before, Bound, bound_of
+from holdfast.session.bound import Before, Bound, bound_of, counted_anew
 from tests.session.curriculum_job import PHASE_STEPS, PHASES
 from tests.session.launch import run_job
 
@@ -58,13 +60,43 @@ def test_an_end_counted_from_where_a_process_stands(
     assert ends(tmp_path) == calm, done.stdout
 
 
+def assert_refused(done: subprocess.CompletedProcess[str]) -> None:
+    """The script has begun with its second loop."""
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert (
+        f"had its end at step {PHASE_STEPS} before, and has it at step {2 * PHASE_STEPS} here" in done.stdout
+    )
+    assert "begin with the first loop at each start" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a job whose ranks have all started again, and left out the phase that was over."""
+    where = tmp_path_factory.mktemp("refused")
+    assert_refused(run_job(where, 3, "--on-fault", "restart", JOB, "skipping", "1:6"))
+    return where / "ckpt"
+
+
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_newcomer_that_leaves_phases_out_is_refused_by_name(tmp_path: Path) -> None:
-    done = run_job(tmp_path, 3, JOB, "skipping", "1:6")
-    assert done.returncode == Exit.BAD_INPUT, done.stdout
-    assert f"ended at step {2 * PHASE_STEPS} before, and would end at step {STEPS} here" in done.stdout
-    assert "until= a number that does not depend on s.step" in done.stdout
+    assert_refused(run_job(tmp_path, 3, JOB, "skipping", "1:6"))
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_another_run_that_leaves_phases_out_is_refused_by_name(tmp_path: Path, refused: Path) -> None:
+    shutil.copytree(refused, tmp_path / "ckpt")
+    assert_refused(run_job(tmp_path, 3, JOB, "skipping"))
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_script_that_begins_with_the_first_phase_goes_on_there(tmp_path: Path, refused: Path) -> None:
+    shutil.copytree(refused, tmp_path / "ckpt")
+    done = run_job(tmp_path, 3, JOB, "from the first")
+    assert done.returncode == 0 and "resumed at step 6" in done.stdout, done.stdout
+    assert len(set(ends(tmp_path))) == 1, done.stdout
 
 
 @pytest.mark.torch
@@ -89,6 +121,36 @@ def test_ranks_that_end_their_loops_elsewhere_are_refused(tmp_path: Path) -> Non
 )
 def test_which_end_holds(here: int, until: int | None, before: Before, bound: Bound) -> None:
     assert bound_of(1, here, until, (20, 30), before) == bound
+
+
+@pytest.mark.parametrize(
+    ("here", "until", "anew"),
+    [
+        (23, 10, False),  # as it was
+        (23, 20, False),  # over by the script's own word
+        (23, None, False),
+        (5, 10, False),  # it was left by break
+        (23, 33, True),
+        (20, 30, True),  # or a start with the third loop: the next one tells
+    ],
+)
+def test_the_first_end_of_a_script_that_starts_again(here: int, until: int | None, anew: bool) -> None:
+    assert counted_anew(here, until, (0, 10)) == anew
+
+
+@pytest.mark.parametrize("until", [30, 100])
+def test_a_first_end_that_is_that_of_a_later_loop(until: int) -> None:
+    with pytest.raises(UsageError, match=f"at step 10 before, and has it at step {until} here"):
+        counted_anew(23, until, (0, 10))
+
+
+@pytest.mark.parametrize("before", [Before.THIS_RUN, Before.ANOTHER_JOB])
+@pytest.mark.parametrize("here", [20, 30])
+def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: Before, here: int) -> None:
+    with pytest.raises(UsageError, match="ended at step 30 before, and would end at step 50 here"):
+        bound_of(1, here, 50, (20, 30), before, anew=True)
+    assert bound_of(1, 23, 50, (20, 30), before, anew=True) == (20, 50)  # more steps were asked for
+    assert bound_of(1, here, 30, (20, 30), before, anew=True) == (20, 30)
 
 
 def test_an_end_that_is_another_after_a_start_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,12 @@ that comes into an open loop stands further on than those that opened it, so its
 would leave the loop later. So a loop's bound, the step at which it began and the one at which it ends, is part of
 the place of the job: a process of the same run takes the end from there when its own number is the same distance away.
 Any other number means that the script counts its loops in another way, and this loop is not the one that is open.
+
+A script that resumes as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``) leaves out
+the loops that are over. Loops are counted, so its first one would be taken for one of those and yield nothing, what
+stands behind it (an evaluation, a scheduler's step) would be done in the middle of an epoch, and each further loop
+would stand for the one before it. Its first end gives it away: ahead of the job, and not as far as that of the first
+loop was.
 """
 
 from __future__ import annotations
@@ -24,6 +30,14 @@ Bound = tuple[int, int | None]
 
 ADVICE = "give until= a number that does not depend on s.step: s.steps(loader, until=(phase + 1) * 1000)"
 
+FROM_THE_FIRST = (
+    "begin with the first loop at each start, those that are over yield nothing: "
+    "for epoch in range(epochs): for step in s.steps(loader, epochs=1): ..."
+)
+ENDLESS = 2**62
+"""A loop without data until then has no end of its own: a framework leaves it where its state says so, in a newcomer,
+too."""
+
 
 class Before(Enum):
     """Who was in the loop before this process."""
@@ -41,7 +55,9 @@ def before_of(name: str, run: str, *, joining: bool) -> Before:
     return Before.THIS_RUN if key is None or key[4] == run else Before.ANOTHER_JOB
 
 
-def bound_of(loop: int, here: int, until: int | None, saved: Bound, before: Before) -> Bound:
+def bound_of(
+    loop: int, here: int, until: int | None, saved: Bound, before: Before, *, anew: bool = False
+) -> Bound:
     """The bound of a loop that was open when its place was taken.
 
     Args:
@@ -49,9 +65,10 @@ def bound_of(loop: int, here: int, until: int | None, saved: Bound, before: Befo
         here: step at which this process comes into it.
         until: as the script says here.
         saved: the bound in the place.
+        anew: the end of the first loop seemed to be counted from here (:func:`counted_anew`).
 
     Raises:
-        UsageError: survivors are in it, and end it elsewhere.
+        UsageError: survivors are in it, and end it elsewhere; or it is another loop after all.
     """
     began, end = saved
     if until == end:
@@ -63,11 +80,38 @@ def bound_of(loop: int, here: int, until: int | None, saved: Bound, before: Befo
     ends = f"loop {loop} of the script ended at step {end} before, and would end at step {until} here"
     if before is Before.SURVIVORS:
         raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
+    if anew and not counted and here in saved:
+        raise UsageError(
+            f"{ends} (at step {here})", hint=FROM_THE_FIRST
+        )  # the first one was not counted either
     if counted and end is not None and here < end:
         log.warning("holdfast: %s; if that is not meant, %s", ends, ADVICE)
     elif before is Before.THIS_RUN:
         log.warning("holdfast: %s; %s", ends, ADVICE)
     return began, until
+
+
+def counted_anew(here: int, until: int | None, first: Bound) -> bool:
+    """Whether the end of the script's first loop, which the job has behind it, is counted from where it stands.
+
+    Args:
+        here: step at which this process stands.
+        until: as the script says here.
+        first: the bound that the first loop of the job had.
+
+    Raises:
+        UsageError: it is neither that nor the end it had: the script has begun with a later loop.
+    """
+    began, end = first
+    if until is None or end is None or until in (end, ENDLESS) or until <= here:
+        return False
+    if until - here != end - began:
+        raise UsageError(
+            f"the first loop of the script had its end at step {end} before, and has it at step {until} here "
+            f"(at step {here})",
+            hint=FROM_THE_FIRST,
+        )
+    return True
 
 
 def compare_bounds(client: Client | None, rank: int, world_size: int, loop: int, end: int | None) -> None:

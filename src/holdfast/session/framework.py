@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.errors import InternalError
-from holdfast.session.loop import ENDLESS
+from holdfast.session.bound import ENDLESS
 from holdfast.session.session import Session
 from holdfast.session.step import Step
 

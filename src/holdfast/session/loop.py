@@ -32,7 +32,7 @@ from holdfast.core.page import Phase
 from holdfast.errors import StepError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.session.between import Between
-from holdfast.session.bound import Before, Bound, bound_of, compare_bounds
+from holdfast.session.bound import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
 from holdfast.session.rank import Rank
 from holdfast.session.step import Step
@@ -40,10 +40,6 @@ from holdfast.store.values import encode_values
 from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
-
-ENDLESS = 2**62
-"""A loop without data until then has no end of its own: a framework leaves it where its state says so, in a newcomer,
-too."""
 
 
 class Loops:
@@ -75,6 +71,8 @@ class Loops:
         self._count = 0
         self._before = Before.ANOTHER_JOB
         self._passed_over = False  # a loop, and the one where the job is has not come yet
+        self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
+        self._anew = False  # that loop is over, and its end seems to be counted from where the job is
         self._feed: Feed | None = None
         self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
@@ -108,6 +106,9 @@ class Loops:
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
         self._parts_then = int(session.get("parts", 1))
+        world = int(session.get("world", self._adapter.world_size))
+        # With other ranks a loader has another length, and an epoch another end.
+        self._first = self.place.get("first") if world == self._adapter.world_size else None
         at = self.place.get("at")
         if at and "seen" not in at:
             # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
@@ -122,7 +123,9 @@ class Loops:
         loop = self.place["loop"]
         self.stand_at(session, local)
         if self.place["loop"] != loop:  # the state is of the moment at which this loop began
-            self.place = {"loop": loop, "at": self._began[0], "data": self._data, "bound": self._bound}
+            self._first = self._bound if loop == 0 else self._first
+            self.place = {"loop": loop, "at": self._began[0], "data": self._data}
+            self.place.update(bound=self._bound, first=self._first)
             self.local = dict(self._began[1])
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
@@ -165,6 +168,8 @@ class Loops:
             if self.begun is not None:
                 self.begun.close()
                 self.begun = None
+            if loop == 0 and self._first is not None:
+                self._anew = counted_anew(self._rank.step, until, self._first)
             self._pass_over()
             return  # the checkpoint was written in a later loop of the script
         self._come_in()
@@ -178,7 +183,8 @@ class Loops:
             self._seek(feed)
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
-        self.place["data"], self.place["bound"] = self._data, self._bound
+        self._first = self._bound if loop == 0 else self._first
+        self.place.update(data=self._data, bound=self._bound, first=self._first)
         self._drawn, self._epochs = -1, epochs
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
@@ -227,7 +233,7 @@ class Loops:
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
-            bound = bound_of(loop, here, until, place["bound"], self._before)
+            bound = bound_of(loop, here, until, place["bound"], self._before, anew=self._anew)
         compare_bounds(self._rank.client, self._adapter.rank, self._adapter.world_size, loop, bound[1])
         return bound
 
