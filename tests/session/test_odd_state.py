@@ -180,6 +180,15 @@ def test_what_the_script_holds_is_filled(tmp_path: Path) -> None:
     assert (first.tolist(), counts, mine["last"].maxlen) == ([12.0] * 2, Counter(x=14), 2)
 
 
+def test_a_counter_may_count_in_anything(tmp_path: Path) -> None:
+    first: dict[str, Any] = {"rows": np.int64(3), "loss": torch.tensor([1.5, -0.0]), "files": 2}
+    train(net(), 2, tmp_path, {"seen": Counter(first)})
+    found: dict[str, Any] = {"seen": Counter()}
+    train(net(), 3, tmp_path, found)
+    assert isinstance(found["seen"], Counter)
+    assert repr(dict(found["seen"])) == repr(first)
+
+
 def test_an_aborted_step_takes_plain_state_back() -> None:
     mine = held()
     state = TorchState(net(), {}, extras=dict(mine))

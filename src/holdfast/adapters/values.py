@@ -84,10 +84,11 @@ def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
     if isinstance(value, list | tuple):
         items = [join(item, fetch, path) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    if not isinstance(value, dict) or isinstance(value, Counter):
+    if not isinstance(value, dict):
         return value
     if MARK not in value:
-        return {key: join(item, fetch, f"{path}.{key}") for key, item in value.items()}
+        made = {key: join(item, fetch, f"{path}.{key}") for key, item in value.items()}
+        return Counter(made) if isinstance(value, Counter) else made
     try:
         return _join_marked(value, fetch, path)
     except (KeyError, TypeError, ValueError) as error:
