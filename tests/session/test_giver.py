@@ -42,13 +42,15 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         verify=lambda step: None,
         refuse=lambda *given: refused.append(given),
     )
-    order = Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace")
+    order = Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace", vouch=True)
     try:
         giver.give(order)
         giver.give(order)
         assert offers[0] == offers[1] and read(offers[0]) == 1
+        giver.give(msgspec.structs.replace(order, vouch=False))  # all sources have told their digests since
+        assert offers[2] == offers[0] and read(offers[2]) == 1
         giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)))
-        assert offers[2].port != offers[1].port and read(offers[2]) == 2
+        assert offers[3].port != offers[0].port and read(offers[3]) == 2
         assert not refused
     finally:
         giver.stop()

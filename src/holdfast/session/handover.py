@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import msgspec
+
 from holdfast.adapters.base import Adapter, Collected
 from holdfast.core.ids import Generation
 from holdfast.core.messages import Receive, Settle, StateOffered
@@ -67,7 +69,9 @@ class Giver:
         """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread.
 
         An order that comes again (its answer may have died with an agent) is answered again: newcomers may be reading.
+        By then it may be known that all sources hold the same, and digests are asked for no more.
         """
+        settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
             self._offer(settle.generation, settle.step, self._given[1])
             return
