@@ -376,6 +376,19 @@ def evaluate(job: Job, session: Any, scores: list[float]) -> None:
         job.struck(step.number, "after")
 
 
+def casting(job: Job) -> dict[str, Any]:
+    """What a process computes in depends on where it runs: a newcomer computes in another type of the same size."""
+    kind = torch.float16 if any(Path().glob("struck-*")) else torch.bfloat16
+    job.model = DistributedDataParallel(next(job.model.children()).to(kind))
+    job.optimizer = torch.optim.Adam(job.model.parameters(), 1e-2)
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x.to(kind), y)
+                job.update()
+    return {}
+
+
 def viewing(job: Job) -> dict[str, Any]:
     """Gradients live in DDP's buckets, and are zeroed there."""
     job.model = DistributedDataParallel(next(job.model.children()), gradient_as_bucket_view=True)
@@ -393,7 +406,7 @@ WAYS = {
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
         evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
-        stopping,
+        stopping, casting,
     )
 }  # fmt: skip
 

@@ -138,6 +138,13 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why:
     assert why in output and advice in output
 
 
+def test_a_newcomer_that_computes_in_another_type_is_refused(tmp_path: Path) -> None:
+    """Of the same size: it took bfloat16 for float16, and trained."""
+    code, output, told = run(tmp_path / "job", "casting", "1:5:mid")
+    assert code != 0 and not told, output
+    assert "0.weight is BF16 [64, 16] in the survivors, and F16 [64, 16] in this process" in output, output
+
+
 def test_a_script_that_leaves_between_two_steps_has_ended(tmp_path: Path) -> None:
     code, output, _ = run(tmp_path, "leaving")
     assert code == 0 and "the job ran to its end (step 5, " in output, output

@@ -23,7 +23,7 @@ from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
-from holdfast.session.resume import Resumed
+from holdfast.session.resume import Resumed, refuse_another_model
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Box, Catalogue
 from holdfast.store.speakers import speakers
@@ -127,8 +127,10 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")
     restore = adapter.restore(catalogue, values)
+    buffers = restore.buffers()
+    refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
     # An uneven shard may be empty, and nobody else declares the same nothing.
-    places = [(meta.fqn, meta.box, data) for meta, data in restore.buffers() if len(data)]
+    places = [(meta.fqn, meta.box, data) for meta, data in buffers if len(data)]
     holders = _holders(catalogue, {(fqn, box) for fqn, box, _ in places}, adapter.rank, sources)
     wanted = [Wanted(fqn, box, data, holders.get((fqn, box), ())) for fqn, box, data in places]
     missing = [f"{want.fqn}{want.box}" for want in wanted if not set(want.holders) & set(sources)]

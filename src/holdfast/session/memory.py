@@ -33,7 +33,7 @@ from holdfast.core.ids import NO_VERSION
 from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
-from holdfast.session.resume import Resumed
+from holdfast.session.resume import Resumed, refuse_another_model
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES
 from holdfast.store.memory import SLOTS, Kept, Slots, open_kept, was_amended
@@ -230,8 +230,11 @@ class Tier:
                 raise CheckpointInvalid(f"{kept.path.name} is of a job of {plural(kept.world, 'rank')}")
             self._require_whole(kept)
             values = decode_mapping(kept.values, "values in memory")
-            restore = self._adapter.restore(kept.catalogue(), values)
-            for meta, data in restore.buffers():
+            catalogue = kept.catalogue()
+            restore = self._adapter.restore(catalogue, values)
+            buffers = restore.buffers()
+            refuse_another_model(catalogue, (meta for meta, _ in buffers), f"in {kept.path.name}")
+            for meta, data in buffers:
                 if len(data):
                     np.copyto(
                         np.frombuffer(data, np.uint8), np.frombuffer(kept.view(meta.fqn, meta.box), np.uint8)

@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.runtime.client import Client
+from holdfast.store.layout import Catalogue, TensorMeta
 from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
@@ -364,6 +365,25 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         session = values["session"]
         assert isinstance(session, dict)
         return Resumed(path, report.step, session, load_locals(source, adapter.rank))
+
+
+def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], where: str) -> None:
+    """Bytes say nothing of what they are: bfloat16 would be taken for float16.
+
+    Args:
+        where: the ``catalogue`` is of, in words.
+
+    Raises:
+        CheckpointMismatch: this process has built a tensor of another dtype or shape.
+    """
+    for meta in built:
+        there = catalogue.by_fqn.get(meta.fqn)
+        if there is not None and (there.dtype, there.shape) != (meta.dtype, meta.shape):
+            raise CheckpointMismatch(
+                f"{meta.fqn} is {there.dtype} {list(there.shape)} {where}, and {meta.dtype} {list(meta.shape)} in this "
+                "process",
+                hint="build the same model in every process, on whatever host it is",
+            )
 
 
 class _Built(NamedTuple):
