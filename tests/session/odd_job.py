@@ -14,6 +14,8 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from holdfast.runtime.client import Client
 from tests.session.once import first
 
 STEPS = 14
@@ -70,6 +73,22 @@ class Job:
         if kill in self._kills and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def struck_together(self, step: int, where: str) -> None:
+        """The same when all ranks are here; the others stay until they have heard of it, and for a moment more."""
+        kill = next((kill for kill in self._kills if kill.endswith(f":{step}:{where}")), "")
+        if not kill or Path(f"struck-{kill}").exists():
+            return
+        here = [Path(f"here-{rank}-{step}-{where}") for rank in range(dist.get_world_size())]
+        here[self.rank].touch()
+        if kill.startswith(f"{self.rank}:"):
+            while not all(path.exists() for path in here):
+                time.sleep(0.01)
+            self.struck(step, where)
+        client = Client.current()
+        while client is not None and not client.fenced:
+            time.sleep(0.01)
+        time.sleep(1.0)
 
     def compute(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """Forward and backward."""
@@ -376,6 +395,39 @@ def evaluate(job: Job, session: Any, scores: list[float]) -> None:
         job.struck(step.number, "after")
 
 
+@contextmanager
+def taking_place(average: list[torch.Tensor], net: nn.Module) -> Iterator[None]:
+    """Averages stand where the weights were, put there past torch's count of writes."""
+    kept = [parameter.data.clone() for parameter in net.parameters()]
+    for parameter, mean in zip(net.parameters(), average, strict=True):
+        parameter.data.copy_(mean)
+    try:
+        yield
+    finally:
+        for parameter, weights in zip(net.parameters(), kept, strict=True):
+            parameter.data.copy_(weights)
+
+
+def swapping(job: Job) -> dict[str, Any]:
+    """Averages of the weights are evaluated in their place, before blocks and after each of two loops."""
+    net = next(job.model.children())
+    average = [parameter.detach().clone() for parameter in net.parameters()]
+    with job.session({"average": average}) as s:
+        for until in (8, STEPS):
+            for step in s.steps(job.loader, until=until):
+                if step.number % 4 == 1 and not step.again:
+                    with s.section("eval"), taking_place(average, net):
+                        job.struck_together(step.number, "evaluation")
+                with step as (x, y):
+                    job.compute(step.number, x, y)
+                    job.update()
+                    for mean, parameter in zip(average, net.parameters(), strict=True):
+                        mean.lerp_(parameter.detach(), 0.3)
+            with s.section("eval"), taking_place(average, net):
+                job.struck_together(s.step, "validation")
+    return {"drawn": [mean.sum().item() for mean in average]}
+
+
 def casting(job: Job) -> dict[str, Any]:
     """What a process computes in depends on where it runs: a newcomer computes in another type of the same size."""
     kind = torch.float16 if any(Path().glob("struck-*")) else torch.bfloat16
@@ -406,7 +458,7 @@ WAYS = {
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
         evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
-        stopping, casting,
+        stopping, casting, swapping,
     )
 }  # fmt: skip
 

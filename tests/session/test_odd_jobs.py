@@ -77,6 +77,8 @@ def test_undisturbed_each_block_runs_once(calm: Callable[[str], Calm]) -> None:
         ("owning", ["1:5:mid", "0:7:begin", "2:9:after"]),
         ("stopping", ["1:9:left"]),
         ("streaming", ["1:6:mid", "0:6:update", "2:6:after"]),
+        ("swapping", ["1:5:evaluation"]),
+        ("swapping", ["2:8:validation"]),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )

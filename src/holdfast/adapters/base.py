@@ -232,6 +232,15 @@ class ComparesCopies(Protocol):
 
 
 @runtime_checkable
+class KnowsWeights(Protocol):
+    """What an adapter may also be: one that sees whether the script has put other weights into the model."""
+
+    def holds_weights(self) -> bool:
+        """Those are there that were when the last block ended, or when the script was given its step or began or left
+        a loop since; as far as a sample of them shows. From any thread."""
+
+
+@runtime_checkable
 class PinsMemory(Protocol):
     """What an adapter may also be: one whose device copies faster into memory that it knows."""
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.adapters.base import Adapter, Collected, PinsMemory
+from holdfast.adapters.base import Adapter, Collected, KnowsWeights, PinsMemory
 from holdfast.core.ids import Generation, SaveId
 from holdfast.core.layouts import Layout, Layouts
 from holdfast.core.messages import SaveReported, Settle
@@ -56,6 +56,9 @@ SEAL_TIMEOUT_S = 60.0
 BLOCK_TIMEOUT_S = 60.0
 SCRIPT_TIMEOUT_S = 10.0
 """Less than what a survivor has to serve its state (``core/config.py``)."""
+WEIGHTS_TIMEOUT_S = 30.0
+"""For other weights in their place to go, before a save; less than what a last-gasp may take as a whole."""
+WEIGHTS_POLL_S = 0.05
 SEAL_POLL_S = 0.02
 SEAL_POLL_MAX_S = 0.32  # many ranks ask one server
 
@@ -124,9 +127,9 @@ class Saver:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
-        self._script_until: tuple[Generation, float] | None = (
-            None  # all that one decision asks for waits once
-        )
+        # All that one decision asks for waits once.
+        self._script_until: tuple[Generation, float] | None = None
+        self._weights_until: tuple[Generation, float] | None = None
         self.given = Given(rank, adapter)
         self._giver: Giver | None = None
         if rank.client is not None:
@@ -438,7 +441,10 @@ class Saver:
                     )
                 rank.changed.wait(POLL_S)
             self._await_script(settle)
-            return rank.state == "aborted"
+            aborted = rank.state == "aborted"
+        if settle.rewind < 0:  # else what is in memory counts
+            self._await_weights(settle)
+        return aborted
 
     def _await_script(self, settle: Settle) -> None:
         """The script may be behind the block, or the loop, of the step: what it does there is a part of the state.
@@ -463,6 +469,36 @@ class Saver:
                 return
             rank.changed.wait(POLL_S)
 
+    def _await_weights(self, settle: Settle) -> None:
+        """The script, out of the block, may have other weights in the model for a while: an average that it evaluates.
+
+        Raises:
+            StateError: for longer than the others can wait.
+        """
+        rank = self._rank
+        if self._weights_until is None or self._weights_until[0] != settle.generation:
+            limit_s = SCRIPT_TIMEOUT_S if settle.then == "replace" else WEIGHTS_TIMEOUT_S
+            self._weights_until = settle.generation, time.monotonic() + limit_s
+        while self._has_other_weights() and rank.machine.fenced == settle.generation:
+            with rank.changed:
+                if time.monotonic() > self._weights_until[1]:
+                    rank.stray()
+                    break
+                rank.changed.wait(WEIGHTS_POLL_S)
+        self._require_weights()
+
+    def _has_other_weights(self) -> bool:
+        adapter = self._adapter  # in the block the script trains with what it has put there
+        return bool(self._rank.behind) and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
+
+    def _require_weights(self) -> None:
+        """Raises: StateError."""
+        if self._has_other_weights():
+            raise StateError(
+                f"step {self._rank.step}: the script has changed weights since the block, and is not back at one",
+                hint="evaluate averages of weights in a copy of the model (copy.deepcopy), not in their place",
+            )
+
     def _gasp(
         self,
         root: Place,
@@ -482,7 +518,12 @@ class Saver:
             int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data
         }
         own[rank] = self._locals()
-        return write_share(root, save_id, catalogue, made, rank, collected, self._values(collected), own)
+        values = self._values(collected)
+        self._require_weights()
+        return write_share(
+            root, save_id, catalogue, made, rank, collected, values, own,
+            progress=lambda _: self._require_weights(),  # the script goes on meanwhile
+        )  # fmt: skip
 
     def rescue(self, frozen: bool) -> None:
         """A process without a launcher is about to end by an exception: keep its last committed step."""

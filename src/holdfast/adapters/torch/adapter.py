@@ -36,6 +36,7 @@ from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refus
 from holdfast.adapters.torch.parts import Parts
 from holdfast.adapters.torch.rendezvous import control_client
 from holdfast.adapters.torch.rng import reseed, reseed_generators
+from holdfast.adapters.torch.sample import Sample
 from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.values import Plain
@@ -93,6 +94,7 @@ class TorchAdapter:
             self._copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
+        self._sample = Sample(self.state.names.parameters.values())
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
         self._foreign: dict[int, bool] = {}
@@ -302,12 +304,19 @@ class TorchAdapter:
     def between(self, step: int, part: int, *, again: bool) -> None:
         """Seed, and copy what the script may change."""
         self._reseed(step, part, between=True)
-        if not again:
+        if again:
+            self._sample.note()
+        else:
             self.remember(step)
 
     def remember(self, step: int) -> None:
         """Copy learning rates, schedules and the user's state."""
         self._snapshot.take_before(step)
+        self._sample.note()
+
+    def holds_weights(self) -> bool:
+        """The script has put no other ones in their place (``adapters.base.KnowsWeights``)."""
+        return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
         worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there
@@ -349,6 +358,7 @@ class TorchAdapter:
         """The update stands."""
         self.release()
         self._snapshot.undo.clear()
+        self._sample.note()
         if self._computed:
             self._leftover.clear()
         else:
