@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 
@@ -74,14 +75,16 @@ def test_ddp_loses_nothing(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_hsdp_loses_nothing(tmp_path: Path) -> None:
-    prove(tmp_path, "hsdp", pairwise("hsdp"))
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.more)])
+def test_hsdp_loses_nothing(tmp_path: Path, half: int) -> None:
+    pairs = pairwise("hsdp")[half::2]
+    prove(tmp_path, "hsdp", [replace(fault, step=SPACING * (i + 1)) for i, fault in enumerate(pairs)])
 
 
 @pytest.mark.parametrize(
     ("layout", "faults", "rungs"),
     [
-        ("tp", [Fault("kill", (1,), 6, "backward")], ["replace"]),
+        pytest.param("tp", [Fault("kill", (1,), 6, "backward")], ["replace"], marks=pytest.mark.more),
         # Stage 1 loses one of its copies, later both stages lose all: everything comes from disk.
         (
             "pp",
@@ -137,6 +140,7 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 
+@pytest.mark.more
 def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path) -> None:
     """It computed no loss: that of the rank it replaces is not what is compared."""
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=8)

@@ -41,10 +41,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     ("arguments", "kill"),
     [
         ((), "1:7:behind"),
-        ((), "0:7:end"),
+        pytest.param((), "0:7:end", marks=pytest.mark.more),
         (("--layout", "fsdp"), "1:7:behind"),
-        (("--layout", "fsdp"), "0:8:mid"),
-        (("--layout", "fsdp"), "1:9:mid"),
+        pytest.param(("--layout", "fsdp"), "0:8:mid", marks=pytest.mark.more),
+        pytest.param(("--layout", "fsdp"), "1:9:mid", marks=pytest.mark.more),
         (("--loops",), "1:8:behind"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Pa
     assert told == calm("--loops"), output
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
 def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> None:
     code, output, told = run(tmp_path, "--layout", layout, "--kill", "0:7:term")
     assert code == 75 and not told, output

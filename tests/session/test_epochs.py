@@ -42,7 +42,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     return told
 
 
-@pytest.mark.parametrize(("kill", "flags"), [("1:7", ()), ("0:6", ()), ("2:8", ("--on-fault", "restart"))])
+@pytest.mark.parametrize(
+    ("kill", "flags"),
+    [
+        ("1:7", ()),
+        pytest.param("0:6", (), marks=pytest.mark.more),
+        pytest.param("2:8", ("--on-fault", "restart"), marks=pytest.mark.more),
+    ],
+)
 def test_a_scheduler_steps_once_after_each_epoch(
     tmp_path: Path, calm: Calm, kill: str, flags: tuple[str, ...]
 ) -> None:
@@ -55,9 +62,11 @@ def test_a_scheduler_steps_once_after_each_epoch(
     ("way", "kill", "flags"),
     [
         ("stepping", "1:6:changed", ()),
-        ("before", "0:6:changed", ()),
+        pytest.param("before", "0:6:changed", (), marks=pytest.mark.more),
         ("apart", "0:6:changed", ()),  # a newcomer would have the schedule of after, and let it go on
-        ("before", "1:6", ("--on-fault", "restart")),  # in the block that follows
+        pytest.param(
+            "before", "1:6", ("--on-fault", "restart"), marks=pytest.mark.more
+        ),  # in the block that follows
     ],
 )
 def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
@@ -68,7 +77,7 @@ def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
     assert "restart last gasp" in output and "1 fault," in output, output
 
 
-@pytest.mark.parametrize("kill", ["1:7", "0:6"])
+@pytest.mark.parametrize("kill", ["1:7", pytest.param("0:6", marks=pytest.mark.more)])
 def test_a_validation_of_all_ranks_is_never_made_by_a_newcomer_alone(
     tmp_path: Path, calm: Calm, kill: str
 ) -> None:

@@ -70,9 +70,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("kind", "faults", "why"),
     [
         ("worker stops", [(1, "hang", 2)], "its process is stopped (state T)"),
-        ("newcomer stops", [(1, "signal", 2), (1, "hang", 4)], "its process is stopped (state T)"),
+        pytest.param(
+            "newcomer stops",
+            [(1, "signal", 2), (1, "hang", 4)],
+            "its process is stopped (state T)",
+            marks=pytest.mark.more,
+        ),
         ("newcomer loops", [(1, "signal", 2), (1, "hang", 4)], "its start has made no progress"),
-        ("loader stops", [(1, "hang", 2)], "its data loader process"),
+        pytest.param("loader stops", [(1, "hang", 2)], "its data loader process", marks=pytest.mark.more),
     ],
 )
 def test_a_process_that_hangs_before_its_first_step_is_replaced(

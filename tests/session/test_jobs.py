@@ -56,7 +56,7 @@ def events(where: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, whole) if line.get("kind") == kind]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("hsdp", marks=pytest.mark.more)])
 def test_cut_connections_are_answered_in_place(
     tmp_path: Path, bare: Callable[[str], Result], layout: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_cut_connections_are_answered_in_place(
     [
         ("ddp", "0@4", "replace"),
         ("hsdp", "2@4", "replace"),
-        ("ddp", "1@4", "restart_last_gasp"),
+        pytest.param("ddp", "1@4", "restart_last_gasp", marks=pytest.mark.more),
         ("hsdp", "3@0", "restart_fresh"),
     ],
 )

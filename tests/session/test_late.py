@@ -30,7 +30,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]
     return cache(lambda way: run(tmp_path_factory.mktemp(way), way)[1])
 
 
-@pytest.mark.parametrize("way", ["late", "open", "caught"])
+@pytest.mark.parametrize(
+    "way",
+    ["late", pytest.param("open", marks=pytest.mark.more), pytest.param("caught", marks=pytest.mark.more)],
+)
 def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
     tmp_path: Path, calm: Callable[[str], list[Any]], way: str
 ) -> None:
@@ -40,7 +43,10 @@ def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
     assert way == "open" or "F001: replace" in output, output  # in a section it is away, and all start again
 
 
-@pytest.mark.parametrize("way", ["break", "kept", "next"])
+@pytest.mark.parametrize(
+    "way",
+    ["break", pytest.param("kept", marks=pytest.mark.more), pytest.param("next", marks=pytest.mark.more)],
+)
 def test_nobody_comes_into_a_loop_that_the_others_have_left(
     tmp_path: Path, calm: Callable[[str], list[Any]], way: str
 ) -> None:

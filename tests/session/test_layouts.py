@@ -54,7 +54,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     return ends
 
 
-@pytest.mark.parametrize("verify", ["1", "0"])
+@pytest.mark.parametrize("verify", ["1", pytest.param("0", marks=pytest.mark.more)])
 def test_each_step_is_saved_whatever_comes_where(
     tmp_path: Path, calm: Callable[..., list[str]], verify: str
 ) -> None:
@@ -92,9 +92,9 @@ def test_each_rank_gets_back_what_it_held(
     [
         (1, 7, "50", ("--alike",)),  # it has got what the others have
         (2, 6, "0", ("--alike",)),  # it has it, and one of the others has not
-        (2, 5, "0", ("--alike", "--doubt")),
+        pytest.param(2, 5, "0", ("--alike", "--doubt"), marks=pytest.mark.more),
         (1, 6, "0", ()),
-        (2, 8, "50", ("--doubt",)),
+        pytest.param(2, 8, "50", ("--doubt",), marks=pytest.mark.more),
     ],
 )
 def test_a_rank_that_is_killed_before_it_could_vote_on_what_changed(
