@@ -166,7 +166,7 @@ def main() -> None:
         seen["best"] = float(best.best_model_score)
         seen["kept"] = [
             Path(best.best_model_path).name,
-            float(best.current_score),
+            None if best.current_score is None else float(best.current_score),
             best._last_global_step_saved,
         ]
         seen["files"] = sorted(path.name for path in (given.output / "best").iterdir())
