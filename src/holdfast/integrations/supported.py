@@ -10,8 +10,13 @@ from torch.utils.data import IterableDataset
 from holdfast.errors import UnsupportedError
 
 
-def require_supported(trainer: transformers.Trainer, methods: Iterable[str]) -> None:
-    """Raise UnsupportedError for a Trainer without these ``methods``, DeepSpeed, FSDP, or an iterable dataset."""
+def require_supported(trainer: object, methods: Iterable[str]) -> None:
+    """Raise UnsupportedError for what is no Trainer, lacks ``methods``, or has DeepSpeed, FSDP, an iterable dataset."""
+    if not isinstance(trainer, transformers.Trainer):
+        raise UnsupportedError(
+            f"a {type(trainer).__name__} is no transformers.Trainer",
+            hint="give the Trainer itself; a loop of your own takes holdfast.session()",
+        )
     missing = [name for name in methods if not hasattr(trainer, name)]
     foreign = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if missing or foreign or isinstance(trainer.train_dataset, IterableDataset):

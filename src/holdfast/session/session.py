@@ -165,7 +165,7 @@ class Session:
         except StoreWriteError as error:
             raise StoreWriteError(
                 f"no checkpoint can be saved: {error.message}",
-                hint=error.hint or "give another place: holdfast.session(checkpoint=...)",
+                hint=error.hint or "give another place, by --root or holdfast.session(checkpoint=...)",
             ) from error
 
     def _load(self, look: Callable[[], Candidates]) -> None:

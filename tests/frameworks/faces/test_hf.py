@@ -181,7 +181,9 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             yield {}
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    model: Any = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    with pytest.raises(UnsupportedError, match="a GPT2LMHeadModel is no "):
+        protect(model)
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
     with pytest.raises(UnsupportedError, match="iterable dataset"):
         protect(Trainer(model=model, args=args, train_dataset=Endless()))

@@ -176,7 +176,8 @@ class Undo:
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Untouched copies by ``id`` of the live parameter."""
-        return {key: saved for key, (_, saved) in self._weights.items()}
+        held = dict(self._weights)  # at once: another thread may forget them meanwhile
+        return {key: saved for key, (_, saved) in held.items()}
 
     def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
         """The untouched state of ``optimizer``."""
