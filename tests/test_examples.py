@@ -42,7 +42,7 @@ def is_prose(line: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["calls", "hf", "lightning", "losses", "megatron", "progress", "replay", "supported"]
+    "name", ["calls", "fits", "hf", "lightning", "losses", "megatron", "progress", "replay", "supported"]
 )
 def test_integration_is_short(name: str) -> None:
     path = ROOT / "src" / "holdfast" / "integrations" / f"{name}.py"

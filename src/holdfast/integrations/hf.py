@@ -57,6 +57,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._replay: Any = None  # a Replay from on_train_begin on
         self._losses = Losses(trainer)
         self._epochs = progress.Epochs(trainer)
+        self._tokens = progress.Tokens(trainer)
 
     def _inner_training_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         with closing(lambda: self._replay):
@@ -92,18 +93,10 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
     def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
         """A step begins: its micro-batches from our feed, and how many tokens they hold."""
         samples = [self._feed.draw() for _ in range(count)]
-
-        state = self._trainer.state
-        seen = state.num_input_tokens_seen
-
-        def tokens() -> None:
-            state.num_input_tokens_seen = seen
-            self._tokens: Any = self._trainer._get_num_items_in_batch(samples, device)
-
         self._replay.begin()
-        self._replay.do(tokens)
+        self._replay.do(self._tokens.counting(samples, device))
         self._losses.begin()
-        return samples, self._tokens
+        return samples, self._tokens.held
 
     def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
         """Gradients of one micro-batch."""
@@ -113,7 +106,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         def call() -> None:
             accelerator.gradient_state._set_sync_gradients(sync)
             with nullcontext() if sync else accelerator.no_sync(model):
-                self._losses.put(place, original(model, copy.copy(inputs), self._tokens))
+                self._losses.put(place, original(model, copy.copy(inputs), self._tokens.held))
 
         self._replay.do(call)
         return self._losses.add()

@@ -16,9 +16,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from holdfast.errors import UnsupportedError, UsageError
+from holdfast.errors import UsageError
+from holdfast.integrations.fits import require_one_optimizer, require_supported
 from holdfast.integrations.place import Loader, arrive, go_on, place_of
 from holdfast.integrations.replay import Replay
 
@@ -46,29 +46,14 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         if stage != "fit":
             return
         if self._replay is not None:
-            raise UsageError(
-                "fit() was called before", hint="one fit() per process, with a Holdfast() of its own"
-            )
+            raise UsageError("fit() was called before", hint="one fit() per process, and per Holdfast()")
+        require_supported(trainer, pl_module)
         strategy = trainer.strategy
-        if not pl_module.automatic_optimization or not isinstance(
-            strategy, DDPStrategy | SingleDeviceStrategy
-        ):
-            raise UnsupportedError(
-                f"{type(strategy).__name__}, automatic_optimization={pl_module.automatic_optimization}",
-                hint="Trainer(strategy='ddp') or one device, with automatic optimization; or a loop of your own",
-            )
-        averages = pl.callbacks.StochasticWeightAveraging | pl.callbacks.WeightAveraging
-        if averaging := [type(c).__name__ for c in trainer.callbacks if isinstance(c, averages)]:
-            raise UnsupportedError(
-                f"{', '.join(averaging)}: between two steps the average takes the model's place",
-                hint="average in a loop of your own: holdfast.session(state={'average': averaged_model})",
-            )
         # The step ends after what other callbacks count, and before anybody saves: that communicates.
         saves = pl.callbacks.Checkpoint
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: 2 if isinstance(c, saves) else c is self)
         strategy.setup = partial(self._open, strategy.setup)
-        process = strategy.process_dataloader
-        strategy.process_dataloader = lambda loader: self._loader(trainer, process(loader))
+        strategy.process_dataloader = partial(self._loader, trainer, strategy.process_dataloader)
         # A collective before each batch, to ask for SIGTERM: outside of every step, so a newcomer has another number of
         # them, and Lightning drops the error of a lost peer. The vote asks already.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -79,8 +64,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def _open(self, setup: Any, trainer: pl.Trainer) -> None:
         """Model and optimizers are ready: open the session, go to where the job is."""
         setup(trainer)
-        if len(trainer.optimizers) != 1:
-            raise UnsupportedError(f"{len(trainer.optimizers)} optimizers", hint="configure one optimizer")
+        require_one_optimizer(trainer)
         # What fit(ckpt_path=...) still holds comes before what the session loads. Lightning would load it behind us, at
         # each start: an optimizer and a place of long ago beside the weights of the job.
         trainer._checkpoint_connector.restore_training_state()
@@ -96,8 +80,9 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         if self._resumed:
             go_on(trainer, self._resumed)
 
-    def _loader(self, trainer: pl.Trainer, loader: Any) -> Any:
-        return Loader(loader, trainer, self._arguments["seed"]) if trainer.training else loader
+    def _loader(self, trainer: pl.Trainer, process: Any, loader: Any) -> Any:
+        made = process(loader)
+        return Loader(made, trainer, self._arguments["seed"]) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An evaluation may take long."""

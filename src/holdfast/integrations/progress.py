@@ -45,6 +45,29 @@ def _exportable(trainer: Any) -> list[Any]:
     return [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
 
 
+class Tokens:
+    """Those of one step: what its micro-batches hold, and what the Trainer adds up of them, also when it is run again.
+
+    Attributes:
+        held: what the Trainer divides the loss by; None: it does not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.held: Any = None
+        self._trainer = trainer
+
+    def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
+        """A call that counts from where the step began."""
+        state = self._trainer.state
+        seen = state.num_input_tokens_seen
+
+        def count() -> None:
+            state.num_input_tokens_seen = seen
+            self.held = self._trainer._get_num_items_in_batch(samples, device)
+
+        return count
+
+
 class Epochs(TrainerCallback):  # type: ignore[misc]
     """Those of a ``trainer``, from where the job is."""
 
