@@ -17,6 +17,7 @@ PLAN = (("joined", "newcomer", 1), ("verdict", "controller", 1), ("members_repla
 STEPS = 120
 
 
+@pytest.mark.more
 def test_a_slice_of_the_storm(tmp_path: Path) -> None:
     tally = Tally()
     trainings = cascaded(tmp_path, PLAN, STEPS, 5, tally, nproc=3)

@@ -158,6 +158,7 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
     assert digests == {alone(tmp_path, 70)}
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_hosts_of_two_sizes_and_a_spare_for_the_larger(net: Network, tmp_path: Path) -> None:
     told = "print('placed', *map(os.environ.get, ('LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE')), flush=True)"

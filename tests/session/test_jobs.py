@@ -131,6 +131,7 @@ def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], R
     assert got.digests == bare("hsdp").digests
 
 
+@pytest.mark.more
 def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[..., Result]) -> None:
     """Two ranks: under torchrun each imports torch for itself, in both starts."""
     root = tmp_path / "ckpts"
