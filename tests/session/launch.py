@@ -30,6 +30,18 @@ def run_job(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedPro
     return _run(where, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
 
 
+def start_job(where: Path, nproc: int, output: int) -> subprocess.Popen[str]:
+    """``train.py`` in the background, as the run ``it``; ``output`` gets both streams."""
+    return subprocess.Popen(
+        [HOLDFAST, "run", "--nproc-per-node", str(nproc), "--run-id", "it", "train.py"],
+        cwd=where,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def run_torchrun(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The same under torchrun."""
     return _run(where, TORCHRUN, "--standalone", "--nproc-per-node", str(nproc), *arguments)

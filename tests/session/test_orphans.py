@@ -11,9 +11,8 @@ import pytest
 
 from holdfast.drill.watch import Run
 from holdfast.runtime.rundir import RunDir
-from tests.cli.command import HOLDFAST
 from tests.runtime.runs import exists, until
-from tests.session.launch import end
+from tests.session.launch import end, start_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -41,13 +40,7 @@ with holdfast.session(model=model, optimizer=optimizer) as s:
 
 def test_a_rank_that_waits_for_another_one_s_session_leaves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = subprocess.Popen(
-        [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    launcher = start_job(tmp_path, RANKS, subprocess.DEVNULL)
     try:
         until("rank 1 waits for rank 0", (tmp_path / "waits").exists)
         directory = RunDir(tmp_path / "runs/it")

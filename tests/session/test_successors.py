@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.drill.watch import Run
 from holdfast.runtime.rundir import RunDir
-from tests.cli.command import HOLDFAST
 from tests.runtime.runs import until
+from tests.session.launch import start_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -74,14 +74,7 @@ def train(
     """
     where.mkdir()
     (where / "train.py").write_text(SCRIPT.replace("STEPS", str(STEPS)))
-    job = subprocess.Popen(
-        [HOLDFAST, "run", "--nproc-per-node", str(RANKS), "--run-id", "it", "train.py"],
-        cwd=where,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start_job(where, RANKS, subprocess.PIPE)
     try:
         if daemons:
             directory = RunDir(where / "runs/it")

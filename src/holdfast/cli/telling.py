@@ -39,7 +39,7 @@ class Telling:
         """What is new, with the last lines of ranks that are not on the screen."""
         faults = self._watch.story.faults
         for group in _gathered(faults[self._faults :], _words):
-            screen.say(text(group))
+            screen.say(_text(group))
             for fault in sorted(group, key=lambda f: not self._shown(f.attempt, f.rank)):
                 self._show_last_lines(screen, fault)
         self._faults = len(faults)
@@ -52,7 +52,7 @@ class Telling:
         self._recoveries += len(over)
         before()
         for group in _gathered(over, lambda fault: (_words(fault), fault.action, fault.steps_lost)):
-            screen.say(f"{_names(group)}: {answered(group[0], self._watch.story.session)}")
+            screen.say(f"{_names(group)}: {_answered(group[0], self._watch.story.session)}")
 
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
         if fault.kind == "exception":
@@ -67,13 +67,13 @@ class Telling:
             screen.rank(fault.rank, line, always_marked=True)
 
 
-def text(faults: Sequence[FaultView]) -> str:
+def _text(faults: Sequence[FaultView]) -> str:
     """One line about faults that are alike: ``F001 to F003: ranks 0-2: ...``."""
     ranks = sorted({fault.rank for fault in faults})
     return f"{_names(faults)}: {noun_of(len(ranks), 'rank')} {ranges(ranks)}: {fault_what(faults[0])}"
 
 
-def answered(fault: FaultView, session: bool) -> str:
+def _answered(fault: FaultView, session: bool) -> str:
     """What was done about a fault; whether a script without a session trains, nobody can know."""
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"

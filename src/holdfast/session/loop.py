@@ -123,9 +123,8 @@ class Loops:
         loop = self.place["loop"]
         self.stand_at(session, local)
         if self.place["loop"] != loop:  # the state is of the moment at which this loop began
-            self._first = self._bound if loop == 0 else self._first
-            self.place = {"loop": loop, "at": self._began[0], "data": self._data}
-            self.place.update(bound=self._bound, first=self._first)
+            self.place = {"loop": loop, "at": self._began[0]}
+            self._say_what_it_is()
             self.local = dict(self._began[1])
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
@@ -183,8 +182,7 @@ class Loops:
             self._seek(feed)
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
-        self._first = self._bound if loop == 0 else self._first
-        self.place.update(data=self._data, bound=self._bound, first=self._first)
+        self._say_what_it_is()
         self._drawn, self._epochs = -1, epochs
         if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
@@ -227,6 +225,12 @@ class Loops:
             self._passed_over = False
             self._adapter.abort()
         self._between.leave()
+
+    def _say_what_it_is(self) -> None:
+        """Into the place: data and bound of the open loop, and the bound of the first one."""
+        if self.place["loop"] == 0:
+            self._first = self._bound
+        self.place.update(data=self._data, bound=self._bound, first=self._first)
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
         """Where this loop began and ends. Raises: UsageError when it ends elsewhere on another rank."""
