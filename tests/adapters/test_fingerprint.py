@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.adapters.torch import fingerprint
+from holdfast.adapters.torch.boxes import byte_view
 from holdfast.adapters.torch.fingerprint import digest_of, sums
 from holdfast.adapters.torch.state import Collected
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box
+from tests.adapters.allocations import Allocations
 
 pytestmark = pytest.mark.torch
 BOX = Box.whole((6, 10))
@@ -50,6 +53,27 @@ def test_a_changed_byte_changes_the_sums(data: bytes, draw: st.DataObject) -> No
     at, bit = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(0, 7))
     tensor[at] ^= 1 << bit
     assert sums([tensor]) != before
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_device_needs_room_for_four_chunks_however_large_the_state_is(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CHUNK_WORDS", 4096)
+    state = Collected()
+    for name in ("a", "b", "c"):
+        tensor = torch.rand(401, 301)
+        state.add(tensor if direct else tensor.t(), name)
+    boxes = {name: Box.whole(tuple(tensor.shape)) for name, tensor in state.tensors.items()}
+    monkeypatch.setattr(state, "own", lambda fqn, box: None)  # as on a device
+    parts = [Extent(name, box, 3, 4 * 401 * 301) for name, box in boxes.items()]
+    with Allocations() as used:
+        digest = digest_of(state, parts)
+    assert used.peak < 4 * 4096 * 8 < used.total
+    monkeypatch.undo()
+    laid = b"".join(bytes(byte_view(state.region(part.fqn, part.box)))[3:] for part in parts)
+    whole = xxhash.xxh3_64(sums([torch.frombuffer(bytearray(laid), dtype=torch.uint8)]))
+    assert digest == whole.intdigest(), "how it is cut does not matter"
 
 
 def test_exchanged_words_and_chunks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

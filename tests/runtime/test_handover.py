@@ -35,11 +35,11 @@ def box(fqn: str) -> Box:
     return Box((0,), (SIZES[fqn],))
 
 
-def view(fqn: str, asked: Box) -> memoryview:
-    """The view of an honest holder."""
+def view(fqn: str, asked: Box, start: int, stop: int) -> memoryview:
+    """What an honest holder has."""
     if fqn not in SIZES or asked != box(fqn):
         raise InternalError(f"this rank does not hold {fqn}{asked}")
-    return memoryview(content(fqn))
+    return memoryview(content(fqn))[start:stop]
 
 
 class Servers:
@@ -80,9 +80,9 @@ def test_the_load_is_spread_over_all_holders(servers: Servers) -> None:
     asked: dict[int, int] = {0: 0, 3: 0}
     for rank in asked:
 
-        def counted(fqn: str, at: Box, rank: int = rank) -> memoryview:
+        def counted(fqn: str, at: Box, start: int, stop: int, rank: int = rank) -> memoryview:
             asked[rank] += 1
-            return view(fqn, at)
+            return view(fqn, at, start, stop)
 
         servers.add(rank, view=counted)
     assert fetch(servers.at, servers.wanted((0, 3)), TOKEN) == VALUES
@@ -91,7 +91,7 @@ def test_the_load_is_spread_over_all_holders(servers: Servers) -> None:
 
 
 def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
-    def nothing(fqn: str, at: Box) -> memoryview:
+    def nothing(fqn: str, at: Box, start: int, stop: int) -> memoryview:
         raise InternalError("gone")
 
     servers.add(0, view=nothing)
@@ -124,11 +124,11 @@ CHILD = """
 import sys, time
 from tests.runtime.test_handover import TOKEN, VALUES, view
 from holdfast.runtime.handover import StateServer
-def slow(fqn, box):
+def slow(fqn, box, start, stop):
     if fqn == "big":
         print("asked", flush=True)
         time.sleep(60)
-    return view(fqn, box)
+    return view(fqn, box, start, stop)
 print(StateServer(slow, VALUES, TOKEN).start("127.0.0.1"), flush=True)
 time.sleep(60)
 """
@@ -143,11 +143,11 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
         servers.at[0] = ("127.0.0.1", int(child.stdout.readline()))
         servers.add(1)
 
-        def kill(fqn: str, at: Box) -> memoryview:
+        def kill(fqn: str, at: Box, start: int, stop: int) -> memoryview:
             assert child.stdout is not None and child.stdout.readline() == b"asked\n"
             os.kill(child.pid, signal.SIGKILL)
             servers.open[0]._view = view
-            return view(fqn, at)
+            return view(fqn, at, start, stop)
 
         servers.open[0]._view = kill
         assert fetch(servers.at, servers.wanted((0, 1)), TOKEN) == VALUES

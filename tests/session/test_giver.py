@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import Settle, StateOffered
+from holdfast.core.messages import Settle, StateOffered, StateRefused
 from holdfast.runtime.handover import fetch
 from holdfast.session.handover import Giver
 from holdfast.store.values import decode_mapping
@@ -71,4 +71,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
         refuse=lambda *given: offers.append(given),
     )
     giver.give(Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace"))
-    assert "cannot give its state" in caplog.text and not offers
+    assert "cannot give its state" in caplog.text
+    (answer,) = offers
+    assert isinstance(answer, StateRefused) and answer.alone and answer.step == 7
+    assert "it cannot give its state" in answer.reason

@@ -38,3 +38,17 @@ def test_a_newcomer_that_has_joined_gives_its_state_when_the_next_fault_comes_be
     assert "did not give its state" not in done.stdout, done.stdout
     assert ", 3 faults, 0 steps lost" in done.stdout, done.stdout
     assert len(ends(tmp_path)) == 1, done.stdout
+
+
+def test_a_survivor_without_room_on_its_device_lives_and_gives_its_state(tmp_path: Path) -> None:
+    """An error of the device in a thread beside the training ended the process, and with it the only copy."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("full_job.py")))
+    assert done.returncode == 0 and (tmp_path / "full").exists(), done.stdout
+    assert ", 1 fault, 0 steps lost" in done.stdout, done.stdout
+    assert "copies cannot be compared" in said(tmp_path), said(tmp_path)
+    assert len(ends(tmp_path)) == 1 and "ends at 8:" in ends(tmp_path).pop()
+
+
+def said(where: Path) -> str:
+    """All that the ranks wrote."""
+    return "".join(log.read_text() for log in sorted(where.glob("runs/*/attempt-*/rank-*.log")))

@@ -43,6 +43,14 @@ class CountsWrites(Protocol):
         """Other numbers when a tensor was written since, in the order of the tensors."""
 
 
+@runtime_checkable
+class GivesPieces(Protocol):
+    """What a :class:`Collected` may also be: one that copies from a device, and no more than is asked for."""
+
+    def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop`` of one box of this rank, fewer where it ends before. Raises: StateError."""
+
+
 class Restore(Protocol):
     """A load under way."""
 

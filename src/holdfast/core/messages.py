@@ -133,7 +133,7 @@ class StateOffered(Message, frozen=True):
 class StateRefused(Message, frozen=True):
     """The state of ``step`` that this rank has in memory does not fit its digest, and was dropped: decide again.
 
-    ``alone``: it is sound, but nobody can come to it beside the others: all have to start again.
+    ``alone``: it is sound, but no newcomer can get it beside the others: all have to start again.
     """
 
     member_id: MemberId

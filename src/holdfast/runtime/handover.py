@@ -74,7 +74,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 Talk = AskPieces | AskValues | Pieces | Values | Refusal
 _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
 
-View = Callable[[str, Box], memoryview]
+View = Callable[[str, Box, int, int], memoryview]
+"""Bytes from a first one up to another of a box, fewer where the box ends before."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -90,7 +91,8 @@ class StateServer(AnswerServer[Talk]):
     """Serves one frozen state to processes of the same run.
 
     Args:
-        view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others.
+        view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others, and where it
+            cannot read it.
         values: the encoded plain values.
         token: of the run.
     """
@@ -114,11 +116,11 @@ class StateServer(AnswerServer[Talk]):
         return Pieces(_digest(found)), found
 
     def _find(self, piece: Piece) -> memoryview:
-        data = self._view(piece.fqn, Box(piece.offsets, piece.sizes))
         end = piece.start + piece.size_bytes
-        if end > len(data):
-            raise ProtocolError(f"{piece.fqn} has {len(data)} bytes here, {end} were asked for")
-        return data[piece.start : end]
+        data = self._view(piece.fqn, Box(piece.offsets, piece.sizes), piece.start, end)
+        if len(data) != piece.size_bytes:
+            raise ProtocolError(f"{piece.fqn} has no {end} bytes here, as many were asked for")
+        return data
 
 
 def fetch(

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.adapters.base import Adapter, Collected
+from holdfast.adapters.base import Adapter, Collected, GivesPieces
 from holdfast.core.ids import Generation
-from holdfast.core.messages import Receive, Settle, StateOffered
+from holdfast.core.messages import Receive, Settle, StateOffered, StateRefused
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.runtime.client import Client
-from holdfast.runtime.handover import StateServer, Wanted, fetch
+from holdfast.runtime.handover import StateServer, View, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
+from holdfast.session.rank import TEXT_LENGTH_MAX
 from holdfast.session.resume import Resumed, refuse_another_model
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Box, Catalogue
@@ -87,12 +88,18 @@ class Giver:
                 self._offer(settle.generation, settle.rewind, 0)
             return
         try:
-            collected = self._collect(self._boundary(settle))
-            values = encode_values(dict(self._values(collected)))
-            server = StateServer(collected.view, values, _token(self._client))
-            port = server.start(self._host)
-        except (HoldfastError, OSError) as error:  # the bound of joining ends the wait
+            frozen = self._boundary(settle)
+        except HoldfastError as error:  # the bound of joining ends the wait
             log.error("holdfast: this rank cannot give its state: %s", error)
+            return
+        try:
+            collected = self._collect(frozen)
+            values = encode_values(dict(self._values(collected)))
+            server = StateServer(_pieces_of(collected), values, _token(self._client))
+            port = server.start(self._host)
+        except (HoldfastError, OSError) as error:
+            log.error("holdfast: this rank cannot give its state: %s", error)
+            self._decline(settle, error)
             return
         self.stop()
         self._server, self._given = server, (settle, port)
@@ -105,11 +112,30 @@ class Giver:
             )
         )
 
+    def _decline(self, settle: Settle, error: Exception) -> None:
+        """The state is sound, and this rank lives: the controller finds another way."""
+        self._client.send(
+            StateRefused(
+                member_id=self._client.member_id,
+                generation=settle.generation,
+                step=settle.step,
+                reason=f"it cannot give its state: {error}"[:TEXT_LENGTH_MAX],
+                alone=True,
+            )
+        )
+
     def stop(self) -> None:
         """Everyone has joined, or another fault came first."""
         server, self._server, self._given = self._server, None, None
         if server is not None:
             server.close()
+
+
+def _pieces_of(collected: Collected) -> View:
+    """Only what is asked for is copied from a device; elsewhere a view costs nothing."""
+    if isinstance(collected, GivesPieces):
+        return collected.piece
+    return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
 
 
 def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:

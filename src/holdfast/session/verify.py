@@ -105,7 +105,7 @@ class Verifier:
         while tally.passed and not tally.save and (tally.moved or owed) and rounds < ROUNDS_MAX:
             if tally.moved:
                 self._votes.await_catalogue()  # to whom it does not come says in the next vote that it moved
-            tally = self._votes.cast(self._comparing(here[1], collected, compares))
+            tally = self._votes.cast(self._said(here[1], collected, compares))
             owed, rounds = False, rounds + 1
         if tally.differ:
             self.tell(here[1])
@@ -119,6 +119,14 @@ class Verifier:
             log.warning("holdfast: step %d: the copies of the state could not be compared", here[1])
         self._agreed = here if compares else self._agreed
         return True
+
+    def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
+        """The vote of this rank; one that cannot read its state says so before it raises: the others wait for it."""
+        try:
+            return self._comparing(step, collected, compares)
+        except StateError:
+            self._votes.cast(Ballot(step=step, between=True, save=True))
+            raise
 
     def _comparing(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
         """The vote on the copies of the whole state, if there are any."""

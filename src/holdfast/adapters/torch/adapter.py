@@ -18,6 +18,7 @@ from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
+from holdfast.adapters.torch.device import await_devices, devices_of, named_errors
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import digest_of
 from holdfast.adapters.torch.handle import ReconfigurableGroup
@@ -83,6 +84,7 @@ class TorchAdapter:
         optimizers = named_optimizers(optimizer)
         refuse_searching(optimizers, self.world_size)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
+        self._devices = self._find_devices()  # a model may be moved: looked up again with each collection
         self._snapshot = Snapshot(self.state)
         self._leftover = Leftover()
         self._fabric = fabric()
@@ -247,8 +249,15 @@ class TorchAdapter:
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The state now, or at the start of the current step."""
-        copies = self._snapshot.copies() if frozen else None
-        return self.state.collect(copies, self._snapshot.before(before))
+        self._devices = self._find_devices()
+        with named_errors("the state cannot be read"):
+            await_devices(self._devices)
+            copies = self._snapshot.copies() if frozen else None
+            return self.state.collect(copies, self._snapshot.before(before))
+
+    def _find_devices(self) -> set[torch.device]:
+        """Those that the model trains on now."""
+        return devices_of(self.state.names.parameters.values())
 
     def state_size(self) -> int:
         """Of optimizer state and of the modules' extra state."""
@@ -262,7 +271,8 @@ class TorchAdapter:
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
-        return digest_of(collected, parts)
+        with named_errors("the copies of the state cannot be compared"):
+            return digest_of(collected, parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Lock pages for copies from a GPU (``adapters.base.PinsMemory``); nothing to do where none is in use."""
@@ -341,8 +351,7 @@ class TorchAdapter:
         self._fabric.note_wait()
         self._sync.run()
         self._snapshot.averages.settle()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()
+        await_devices(self._devices)
 
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""
@@ -379,6 +388,7 @@ class TorchAdapter:
         """Heal wrappers and scaler, restore what the step changed, drop gradients."""
         self.release()
         self._fabric.quiesce()
+        await_devices(self._devices)  # no update on another stream may overtake what is put back below
         self._heal()
         if self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing

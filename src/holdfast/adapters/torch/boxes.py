@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -272,8 +272,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     A conjugated or negated view has the numbers of another tensor's memory, with a mark: its bytes are made.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -284,20 +283,59 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def own_bytes(tensor: torch.Tensor) -> memoryview | None:
     """The memory of a local tensor, where that is its bytes in C order."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if is_direct(tensor) else None
+    return _as_bytes(tensor.detach().reshape(-1)).numpy().data if is_direct(tensor) else None
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor of one dimension; that of one element may have any stride."""
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:
     """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor to ``goal``, from whatever device."""
-    part = flat_bytes(tensor)[start:stop]
-    torch.frombuffer(goal, dtype=torch.uint8).copy_(part, non_blocking=True)
+    room, at = torch.frombuffer(goal, dtype=torch.uint8), 0
+    for part in stretch(tensor, start, stop):
+        room[at : at + len(part)].copy_(part, non_blocking=True)
+        at += len(part)
+
+
+def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
+
+    A piece is the memory of the tensor where that lies so, else a copy; no more is copied than is asked for, rounded to
+    whole elements.
+    """
+    size = tensor.element_size()
+    first, last = start // size, -(-stop // size)
+    at = first * size
+    for block in _blocks(tensor.detach(), first, last):
+        flat = flat_bytes(block)
+        yield flat[max(start - at, 0) : stop - at]
+        at += len(flat)
+
+
+def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """Elements ``first`` to ``last`` (in C order), as views of ``tensor``: whole rows together, cut rows row by row."""
+    if first >= last:
+        return
+    if tensor.is_contiguous():
+        yield tensor.reshape(-1)[first:last]
+        return
+    row = tensor[0].numel()
+    low, high = -(-first // row), last // row
+    if first < low * row:
+        yield from _blocks(tensor[low - 1], first - (low - 1) * row, min(row, last - (low - 1) * row))
+    if low < high:
+        yield tensor[low:high]
+    if low <= high and high * row < last:
+        yield from _blocks(tensor[high], 0, last - high * row)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.device.type == "cpu" and lies_in_order(tensor)
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """True when the memory of a local tensor is its bytes in C order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

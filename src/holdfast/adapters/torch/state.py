@@ -45,6 +45,7 @@ from holdfast.adapters.torch.boxes import (
     refuse_undeclared,
     writes_of,
 )
+from holdfast.adapters.torch.device import devices_of, named_errors
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
@@ -116,6 +117,7 @@ class Collected:
         self._parts: dict[str, dict[Box, Part]] = {}
         self._own: dict[tuple[str, Box], memoryview | None] = {}
         self._layout: RankLayout | None = None
+        self._copied_from: set[torch.device] = set()
 
     def add(self, value: Any, path: str) -> Plain:
         """A leaf: take ``value`` when it is a tensor or an array."""
@@ -141,7 +143,23 @@ class Collected:
     def view(self, fqn: str, box: Box) -> memoryview:
         """C-contiguous bytes of one box; shares memory with the state where it can."""
         own = self.own(fqn, box)
-        return byte_view(self.region(fqn, box)) if own is None else own
+        if own is not None:
+            return own
+        with named_errors(f"{fqn} cannot be read"):
+            return byte_view(self.region(fqn, box))
+
+    def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
+        """A part of :meth:`view` (``adapters.base.GivesPieces``)."""
+        own = self.own(fqn, box)
+        if own is not None:
+            return own[start:stop]
+        region = self.region(fqn, box)
+        stop = min(stop, region.numel() * region.element_size())
+        data = memoryview(bytearray(max(stop - start, 0)))
+        if data:
+            self.copy_to(fqn, box, start, stop, data)
+            self.finish_copies()
+        return data
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
         """The memory of one box, where that is its bytes; looked up once."""
@@ -154,14 +172,19 @@ class Collected:
         """Begin to copy a part of one box (the store's ``DeviceSource``)."""
         own = self.own(fqn, box)
         if own is None:
-            copy_bytes(self.region(fqn, box), start, stop, goal)
+            region = self.region(fqn, box)
+            self._copied_from |= devices_of([region])
+            with named_errors(f"{fqn} cannot be read"):
+                copy_bytes(region, start, stop, goal)
         else:
             np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(own, np.uint8)[start:stop])
 
     def finish_copies(self) -> None:
-        """Wait for the device."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()
+        """Wait for the devices."""
+        devices, self._copied_from = self._copied_from, set()
+        for device in devices:
+            with named_errors(f"copies from {device} did not end well"):
+                torch.get_device_module(device).current_stream(device).synchronize()
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
         """The memory of one box; shares storage with the state."""
