@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -25,9 +26,11 @@ EVENTS_MAX = 60
 EVENT_LENGTH_MAX = 200
 
 
-def run_job(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A job of ``nproc`` workers in ``where``; ``stdout`` has both streams."""
-    return _run(where, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
+def run_job(
+    where: Path, nproc: int, *arguments: str, inside: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """A job of ``nproc`` workers in ``where``; ``stdout`` has both streams. ``inside``: words before the command."""
+    return _run(where, *inside, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
 
 
 def start_job(where: Path, nproc: int, output: int) -> subprocess.Popen[str]:

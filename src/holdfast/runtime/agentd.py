@@ -57,10 +57,10 @@ from holdfast.runtime.council import Council, load_kept
 from holdfast.runtime.death import read_death
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.evidence import sample
+from holdfast.runtime.interfaces import with_interfaces
 from holdfast.runtime.keys import Keys
 from holdfast.runtime.kv import KvServer
 from holdfast.runtime.page import each_page
-from holdfast.runtime.peers import interface_of
 from holdfast.runtime.procs import (
     Processes,
     belongs,
@@ -159,7 +159,7 @@ class AgentDaemon:
             UserError: a file of the run is missing or damaged.
             OSError: the directory cannot be written.
         """
-        settings = with_interface(RunSettings.load(run.path))
+        settings = with_interfaces(RunSettings.load(run.path))
         writers = (f"agent {settings.node}", "controller")
         logs = [Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S) for who in writers]
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
@@ -554,15 +554,6 @@ def agent_config(settings: RunSettings) -> AgentConfig:
         spares=0 if settings.library else settings.spares,
         world_size=settings.workers,
     )
-
-
-def with_interface(settings: RunSettings) -> RunSettings:
-    """Let gloo meet on the network that the agents use, unless the user has said which."""
-    if not settings.several or "GLOO_SOCKET_IFNAME" in os.environ:
-        return settings
-    name = interface_of(settings.bind)
-    env = {"GLOO_SOCKET_IFNAME": name, **settings.env} if name else settings.env
-    return msgspec.structs.replace(settings, env=env)
 
 
 def lock_agent(run: RunDir) -> int:

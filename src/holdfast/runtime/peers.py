@@ -7,11 +7,9 @@ everybody who is known; whom it knows is kept in ``peers.json``, so no contact i
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
-from fcntl import ioctl
 
 import msgspec
 
@@ -33,7 +31,6 @@ DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
 NEIGHBOUR_S = 5.0  # an agent on this machine answers within this, also on a busy one
 REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
-SIOCGIFADDR = 0x8915
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
@@ -362,17 +359,3 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))
         return str(sock.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that has this IPv4 address, empty when none has."""
-    wanted = ipaddress.ip_address(address).packed
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                found = ioctl(sock, SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
-            except OSError:  # it has no IPv4 address
-                continue
-            if found[20:24] == wanted or (name == "lo" and wanted[0] == 127):
-                return name
-    return ""
