@@ -155,6 +155,16 @@ def accumulating(job: Job) -> dict[str, Any]:
     return {}
 
 
+def keeping(job: Job) -> dict[str, Any]:
+    """No block clears its gradients."""
+    with job.session() as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.optimizer.step()
+    return {}
+
+
 def inside(job: Job) -> dict[str, Any]:
     """Gradients are accumulated in one block; some are thrown away, and cleared late or early."""
     with job.session() as s:
@@ -441,6 +451,43 @@ def casting(job: Job) -> dict[str, Any]:
     return {}
 
 
+def named(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+    """A batch as other libraries make them: by name, with an array beside the tensors."""
+    x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+    return {"x": x, "labels": y, "scale": np.full((16,), 2.0, dtype=np.float32)}
+
+
+def changing(job: Job) -> dict[str, Any]:
+    """A block takes its batch to pieces and writes into it, and into what is its own; UNTIL ends the loop early.
+
+    What it computes is used behind it, whether it counts or not.
+    """
+    job.loader = DataLoader(job.loader.dataset, 4, sampler=job.loader.sampler, collate_fn=named)
+    printed: list[str] = []
+
+    def train(step: int, batch: dict[str, Any]) -> torch.Tensor:
+        y, scale = batch.pop("labels"), batch["scale"]
+        x: torch.Tensor = batch["x"].mul_(torch.from_numpy(scale)).add_(1)
+        scale += 1
+        if step % 5 == 2:
+            y.add_(1).remainder_(4)
+        job.compute(step, x, y)
+        job.update()
+        return x.sum()
+
+    with job.session() as s:
+        for step in s.steps(job.loader, until=int(os.environ.get("UNTIL", STEPS))):
+            with step as batch:
+                if s.own is None:
+                    s.own = {"seen": 0}
+                s.own["seen"] += 1
+                total = train(step.number, batch)
+            printed.append(f"{total:.3f}")
+            job.struck(step.number, "after")
+        seen = s.own
+    return {"drawn": [seen, printed[-1]]}
+
+
 def viewing(job: Job) -> dict[str, Any]:
     """Gradients live in DDP's buckets, and are zeroed there."""
     job.model = DistributedDataParallel(next(job.model.children()), gradient_as_bucket_view=True)
@@ -458,7 +505,7 @@ WAYS = {
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
         evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
-        stopping, casting, swapping,
+        stopping, casting, swapping, changing, keeping,
     )
 }  # fmt: skip
 

@@ -76,6 +76,8 @@ def test_undisturbed_each_block_runs_once(calm: Callable[[str], Calm]) -> None:
         pytest.param("averaging", ["1:0:late", "0:6:mid", "2:11:late"], marks=pytest.mark.more),
         ("owning", ["1:5:mid", "0:7:begin", "2:9:after"]),
         ("stopping", ["1:9:left"]),
+        ("changing", ["1:7:mid", "0:7:end", "2:8:after"]),
+        pytest.param("changing", ["1:0:mid"], marks=pytest.mark.more),
         ("streaming", ["1:6:mid", "0:6:update", "2:6:after"]),
         ("swapping", ["1:5:evaluation"]),
         ("swapping", ["2:8:validation"]),
@@ -95,6 +97,23 @@ def test_kills_leave_the_bits_as_they_are(
     recovered = [e["data"]["steps_lost"] for e in lines if e["kind"] == "recovered"]
     assert recovered == [0] * len(kills), output
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
+
+
+@pytest.mark.parametrize("flags", [(), ("--spares", "1")], ids=("resumed", "spare"))
+def test_a_block_that_changes_its_batch_finds_it_whole_again(
+    tmp_path: Path, calm: Callable[[str], Calm], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """In the rehearsal of a resume, and of a spare."""
+    kills = ["1:9:mid"] if flags else []
+    if not flags:
+        monkeypatch.setenv("UNTIL", "8")
+        code, output, _ = run(tmp_path / "job", "changing")
+        assert code == 0, output
+        monkeypatch.delenv("UNTIL")
+    code, output, told = run(tmp_path / "job", "changing", *kills, flags=flags)
+    assert code == 0 and ("resumed at step 8" in output or flags), output
+    for rank, undisturbed in zip(told, calm("changing").told, strict=True):
+        assert (rank["digest"], rank["drawn"]) == (undisturbed["digest"], undisturbed["drawn"]), output
 
 
 def test_a_survivor_that_takes_long_before_its_block_stays(
@@ -129,7 +148,8 @@ def test_what_comes_before_a_block_is_done_again_by_all_or_none(
 @pytest.mark.parametrize(
     ("what", "why", "advice"),
     [
-        ("accumulating", "step 0 made no update but leaves gradients", "accumulate inside one block"),
+        ("accumulating", "step 0 made no update but leaves gradients", "do so inside one block"),
+        ("keeping", "step 0 leaves the gradients of its update", "call optimizer.zero_grad() in each block"),
         ("caught", "step 2 was left by a ValueError that the script caught", "catch it inside the block"),
         ("searching", "LBFGS evaluates its closure several times in one step()", "train with one process"),
     ],

@@ -249,6 +249,20 @@ class KnowsWeights(Protocol):
 
 
 @runtime_checkable
+class MarksTensors(Protocol):
+    """What an adapter may also be: one that sees whether a block has written into a tensor of its batch."""
+
+    def mark(self, item: Any) -> object:
+        """Equal to an earlier mark as long as nothing was written; None: ``item`` is no tensor."""
+
+    def duplicate(self, tensor: Any) -> Any:
+        """A copy that shares no memory with it."""
+
+    def share_memory(self, item: Any, tensor: Any) -> bool:
+        """What is written into one of them may be seen in the other."""
+
+
+@runtime_checkable
 class PinsMemory(Protocol):
     """What an adapter may also be: one whose device copies faster into memory that it knows."""
 

@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
 from holdfast.errors import StepError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.batches import Batches
 from holdfast.session.between import Between
 from holdfast.session.bound import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
@@ -82,7 +84,7 @@ class Loops:
             None,
             {},
         )  # position and local values at the start of the loop
-        self._batches: list[Any] = [None]
+        self._batches = Batches(adapter)
         self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
         self._tried = -1  # the newest step that the script was given
         self._after: Plain = None  # state of the loader after the step that is voted on
@@ -115,7 +117,7 @@ class Loops:
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self.local = {key: value for key, value in local.items() if key != "begun"}
-        self.own = self.local.get("own")
+        self.own = copy.deepcopy(self.local.get("own"))
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
@@ -128,6 +130,7 @@ class Loops:
             self.local = dict(self._began[1])
         if self._feed is not None:
             self._feed.seek(self.place["at"], self.local.get("loader"))
+        self._batches.forget()
         self._drawn = -1
 
     # ------------------------------------------------------------------ the generator
@@ -311,8 +314,23 @@ class Loops:
             return True
         batches = [None] if self._feed is None else self._load(self._feed)
         if batches:
-            self._batches, self._part, self._drawn = batches, 0, self._rank.step
+            self._batches.put(batches)
+            self._part, self._drawn = 0, self._rank.step
         return bool(batches)
+
+    def _draw_again(self) -> None:
+        """The batches of this step, once more: what the block was given is no longer what it was. Raises: StepError."""
+        feed = self._feed
+        if feed is None:
+            return
+        feed.seek(self.place["at"], self.local.get("loader"))
+        batches = self._load(feed)
+        if len(batches) != len(self._batches):
+            raise StepError(
+                f"step {self._rank.step}: the loader does not draw the same batch again",
+                hint="leave the batch as it is in the block: labels = batch['labels'], x = x * 2 in place of x.mul_(2)",
+            )
+        self._batches.again(batches)
 
     def _load(self, feed: Feed) -> list[Any]:
         batches: list[Any] = []
@@ -332,7 +350,9 @@ class Loops:
         self._draw()
         step.number, step.part = self._rank.step, self._part
         step.parts = len(self._batches)
-        step.batch = self._batches[self._part]
+        if self._batches.spoiled(self._part):
+            self._draw_again()
+        step.batch = self._batches.give(self._part)
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
         step.again = step.number <= self._tried
@@ -344,11 +364,11 @@ class Loops:
         """The block of ``step`` has begun: what only this rank knows, for its status page."""
         self._between.leave()
         if self.local.get("begun") == step:
-            self.own = self.local.get("own")  # what the block that does not count put there
+            self.own = copy.deepcopy(self.local.get("own"))  # the block that does not count has changed it
             return None
         self.local["begun"] = step
         if self.own is not None:
-            self.local["own"] = self.own
+            self.local["own"] = copy.deepcopy(self.own)
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
@@ -362,7 +382,7 @@ class Loops:
 
     def note(self) -> bytes | None:
         """The place after this step; what only this rank knows of it, for its status page."""
-        self.local = {} if self.own is None else {"own": self.own}
+        self.local = {} if self.own is None else {"own": copy.deepcopy(self.own)}
         if self._feed is not None:
             self.place["at"] = self._feed.place()
             if self._after is not None:

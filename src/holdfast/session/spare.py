@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.adapters.base import Adapter, Feed
+from holdfast.session.batches import Batches
 from holdfast.session.step import Blocks, Step
 
 
@@ -18,13 +19,19 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
     """
     if feed is not None and not feed.repeatable:
         return
-    batch = None if feed is None else feed.draw()
+    batches = Batches(adapter)
+    batches.put([None if feed is None else feed.draw()])
     again = settled = False
     while not settled:
         # Once more when all is built: memory that was used once comes from elsewhere than later.
         settled = again and not adapter.rehearse()
         step = Step(blocks, 0, rehearsal=True, scrap=True)
-        step.batch, step.again = batch, True  # what comes before the block is the job's, and was done there
+        if feed is not None and batches.spoiled(0):
+            batches.put([feed.draw()])
+        step.batch, step.again = (
+            batches.give(0),
+            True,
+        )  # what comes before the block is the job's, and was done there
         yield step
         if not step.entered or step.idle:
             return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call

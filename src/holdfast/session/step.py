@@ -20,6 +20,7 @@ from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.rank import Rank
+from holdfast.session.unbound import bind
 from holdfast.session.votes import Votes
 
 
@@ -94,7 +95,10 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return self._blocks.end(self, error)
+        swallowed = self._blocks.end(self, error)
+        if swallowed:
+            bind(trace)
+        return swallowed
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:

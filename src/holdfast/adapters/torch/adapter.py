@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from holdfast.adapters.torch.heal import (
     rehearsals_needed,
 )
 from holdfast.adapters.torch.leftover import Leftover
+from holdfast.adapters.torch.marks import duplicate, mark, share_memory
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refuse_searching
 from holdfast.adapters.torch.parts import Parts
@@ -86,7 +88,8 @@ class TorchAdapter:
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
         self._devices = self._find_devices()  # a model may be moved: looked up again with each collection
         self._snapshot = Snapshot(self.state)
-        self._leftover = Leftover()
+        modules = [module for _, module in modules_of(model)]
+        self._leftover = Leftover(modules, self._updated_parameters)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
@@ -102,7 +105,7 @@ class TorchAdapter:
         self._foreign: dict[int, bool] = {}
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
-        self._backward_seen = False
+        self._backward_seen: set[int] = set()  # modules by number
         self._dividing = [p for _, module in modules_of(model) for p in dividing(module, self.world_size)]
         self._step = 0
         self._computed = False  # an optimizer of ours was about to step in this block
@@ -146,7 +149,10 @@ class TorchAdapter:
         self._handles = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
-            *(module.register_forward_hook(self._watch_output) for _, module in modules_of(self._model)),
+            *(
+                module.register_forward_hook(partial(self._watch_output, number))
+                for number, (_, module) in enumerate(modules_of(self._model))
+            ),
         ]
 
     def detach(self) -> None:
@@ -174,20 +180,21 @@ class TorchAdapter:
         if self._hooks is not None:
             self._hooks.compiling(False)
 
-    def _watch_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _watch_output(self, number: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         # Compiled into user code it would break the graph, and be compiled again whenever the flag changes.
-        if torch.compiler.is_compiling() or self._backward_seen:
+        if torch.compiler.is_compiling() or number in self._backward_seen:
             return
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._first_gradient)  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._first_gradient, number))  # type: ignore[no-untyped-call]
                 return
 
-    def _first_gradient(self, gradient: torch.Tensor) -> None:
-        if not self._backward_seen and self._hooks is not None:
-            self._backward_seen = True
-            self._hooks.backward()
-            self._leftover.check()
+    def _first_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        if number not in self._backward_seen and self._hooks is not None:
+            if not self._backward_seen:
+                self._hooks.backward()
+            self._backward_seen.add(number)
+            self._leftover.check(number)
             if any(parameter.grad is not None for parameter in self._dividing):
                 self._dividing = []
                 log.warning(
@@ -294,6 +301,18 @@ class TorchAdapter:
         """Prepare a load. Raises: CheckpointMismatch."""
         return self.state.restore(catalogue, values)
 
+    def mark(self, item: Any) -> object:
+        """What shows that a tensor of a batch was written (``adapters.base.MarksTensors``)."""
+        return mark(item)
+
+    def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of a batch."""
+        return duplicate(tensor)
+
+    def share_memory(self, item: Any, tensor: torch.Tensor) -> bool:
+        """They lie in the same memory."""
+        return share_memory(item, tensor)
+
     def feed(self, loader: Any) -> Feed:
         """Batches of ``loader``. Raises: UsageError."""
         stand_in = standin.current()
@@ -306,8 +325,9 @@ class TorchAdapter:
     def begin(self, step: int) -> None:
         """Seed and copy. Raises: UnsupportedError."""
         self._refuse_hooks()  # one may be registered late
-        self._backward_seen = self._computed = False
+        self._backward_seen, self._computed = set(), False
         self._step = step
+        self._leftover.begin()
         self._snapshot.take()
         self._reseed(step, self._parts.part, between=False)
 
@@ -368,10 +388,7 @@ class TorchAdapter:
         self.release()
         self._snapshot.undo.clear()
         self._sample.note()
-        if self._computed:
-            self._leftover.clear()
-        else:
-            self._leftover.note(self._step, self._updated_parameters())
+        self._leftover.ended(self._step, updated=self._computed)
 
     def _updated_parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self.state.optimizers.values():

@@ -1,41 +1,78 @@
-"""Gradients that a block without an update leaves behind, and to which the next one adds.
+"""Gradients that a block leaves behind, and to which the next one adds.
 
-No checkpoint holds gradients, and an aborted step drops them: what accumulates over several blocks would be lost by any
-fault and by every resume. Looked for where it is sure and costs nothing: gradients that were left are still there, and
-not zero, when the next backward begins. Who skips an update and clears them first (``zero_grad`` at the start) is fine.
+No checkpoint holds gradients, and an aborted step drops them: what is added up over several blocks would be lost by
+any fault and by every resume. They are looked for where it is sure: gradients that were there when the block began are
+still there, and not zero, when the first backward of the block reaches the output of their module. Clearing them before
+that (``zero_grad`` at the start, of each optimizer before its own backward) is fine, and so is leaving them to a module
+that this block does not train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
+from holdfast.adapters.torch.boxes import local_of
 from holdfast.errors import StepError
+
+_ADVICE = (
+    "call optimizer.zero_grad() in each block, before backward or after optimizer.step(); to accumulate, do so inside "
+    "one block: `for micro in batch.chunk(4): loss(micro).backward()`, then optimizer.step()"
+)
 
 
 class Leftover:
-    """Of the newest committed block."""
+    """Of the block that is open.
 
-    def __init__(self) -> None:
-        self._step = -1
-        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameter, its gradient
+    Args:
+        modules: as the session was given them.
+        trained: what its optimizers update.
+    """
 
-    def note(self, step: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Step ``step`` is committed without an update."""
-        self._step = step
-        self._left = [(p, p.grad) for p in parameters if p.grad is not None]
+    def __init__(self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._parameters = [list(module.parameters()) for module in modules]
+        self._trained = trained
+        self._left: list[list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]] = [[] for _ in modules]
+        self._last = -1, True  # the newest committed step, and whether it made an update
 
-    def clear(self) -> None:
-        """The gradients were used, or dropped."""
-        self._left = []
+    def begin(self) -> None:
+        """Note which gradients are there. They are not kept alive."""
+        self._left = [
+            [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
+            for parameters in self._parameters
+        ]
 
-    def check(self) -> None:
-        """A backward begins. Raises: StepError."""
-        left, self._left = self._left, []
-        if any(parameter.grad is gradient and bool(gradient.any()) for parameter, gradient in left):
+    def ended(self, step: int, *, updated: bool) -> None:
+        """Step ``step`` is committed."""
+        self._last = step, updated
+
+    def check(self, number: int) -> None:
+        """The first backward of this block reaches the output of a module. Raises: StepError."""
+        left, self._left[number] = self._left[number], []
+        kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
+        if not kept:
+            return
+        trained = {id(parameter) for parameter in self._trained()}
+        if _any([gradient for parameter, gradient in kept if id(parameter) in trained]):
+            step, updated = self._last
+            made = "leaves the gradients of its update" if updated else "made no update but leaves gradients"
             raise StepError(
-                f"step {self._step} made no update but leaves gradients, which no checkpoint holds",
-                hint="accumulate inside one block: `for micro in batch.chunk(4): loss(micro).backward()`, then "
-                "optimizer.step(); or call optimizer.zero_grad() before the next backward",
+                f"step {step} {made}, to which the next step adds: no checkpoint holds them", hint=_ADVICE
             )
+
+
+def _any(gradients: Iterable[torch.Tensor]) -> bool:
+    """One of them is not zero; waits for each device once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for gradient in gradients:
+            values = gradient._values() if gradient.is_sparse else local_of(gradient)
+            if values.numel():
+                by_device.setdefault(values.device, []).append(values)
+        return any(
+            bool(torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))]).any())
+            for values in by_device.values()
+        )

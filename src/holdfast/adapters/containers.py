@@ -1,0 +1,81 @@
+"""A batch whose containers are copies: what a block takes out of it, or puts in, is there again in the next copy.
+
+Theory. A batch is a tree: containers (dict, list, tuple, named tuple, dataclass, any mutable mapping, and what is
+derived from them) over leaves. :func:`rebuilt` makes the containers again and asks for each leaf what stands there in
+the copy. A container in which nothing can change is not copied.
+
+Invariants:
+1. The copy has the types of the original, and attributes of its containers beside their items.
+2. The place of a leaf is the same in every batch of one form: its position in each container on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+Place = tuple[int, ...]
+
+_CONSTANT = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum, np.generic,
+    np.dtype, date, time, timedelta, PurePath,
+)  # fmt: skip
+
+
+def is_constant(leaf: object) -> bool:
+    """Nothing can change in it."""
+    return isinstance(leaf, _CONSTANT)
+
+
+def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
+    """A copy of the containers of ``value``.
+
+    Args:
+        leaf: what stands in the copy for a leaf and its place; asked for everything that is no container.
+    """
+    if is_constant(value):
+        return value
+    made: Any
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)
+        for number, (key, item) in enumerate(list(value.items())):
+            _put(made, key, item, rebuilt(item, leaf, (*place, number)))
+        return made
+    if isinstance(value, list | deque):
+        made = copy.copy(value)
+        for number, item in enumerate(list(value)):
+            _put(made, number, item, rebuilt(item, leaf, (*place, number)))
+        return made
+    if isinstance(value, set | bytearray):
+        return copy.copy(value)
+    if isinstance(value, tuple):
+        return _tuple(value, leaf, place)
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for number, field in enumerate(fields(value)):
+            if hasattr(value, field.name):
+                item = rebuilt(getattr(value, field.name), leaf, (*place, number))
+                object.__setattr__(made, field.name, item)
+        return made
+    return leaf(value, place)
+
+
+def _put(made: Any, key: Any, old: Any, new: Any) -> None:
+    if new is not old:
+        made[key] = new
+
+
+def _tuple(value: tuple[Any, ...], leaf: Callable[[Any, Place], Any], place: Place) -> Any:
+    items = [rebuilt(item, leaf, (*place, number)) for number, item in enumerate(value)]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    make = getattr(type(value), "_make", None)  # of a named tuple
+    return type(value)(items) if make is None else make(items)

@@ -1,0 +1,96 @@
+"""Which gradients that are left in one step are refused in the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import StepError
+
+pytestmark = pytest.mark.torch
+
+
+def train(block: Any, steps: int = 3, **given: Any) -> None:
+    """A generator and a discriminator, each with its own optimizer."""
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
+    with holdfast.session(
+        model={"g": g, "d": d}, optimizer={"g": of_g, "d": of_d}, resume="never", **given
+    ) as s:
+        for step in s.steps(until=steps):
+            with step:
+                block(g, d, of_g, of_d)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_each_may_be_cleared_before_its_own_backward(to_none: bool) -> None:
+    """As GANs are trained: the discriminator first, while the generator's gradients of the step before are there."""
+
+    def block(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        fake = g(torch.ones(4, 2))
+        of_d.zero_grad(set_to_none=to_none)
+        d(fake.detach()).sum().backward()
+        of_d.step()
+        of_g.zero_grad(set_to_none=to_none)
+        d(fake).sum().backward()
+        of_g.step()
+
+    train(block)
+
+
+@pytest.mark.parametrize("way", ["at the start", "at the end", "by hand"])
+def test_gradients_that_are_zeroed_in_place_are_fine(way: str) -> None:
+    def block(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        def clear() -> None:
+            for optimizer in (of_g, of_d):
+                optimizer.zero_grad(set_to_none=False)
+
+        if way == "at the start":
+            clear()
+        if way == "by hand":
+            for parameter in (*g.parameters(), *d.parameters()):
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        d(g(torch.ones(4, 2))).sum().backward()
+        of_d.step()
+        of_g.step()
+        if way == "at the end":
+            clear()
+
+    train(block)
+
+
+def test_gradients_of_one_optimizer_that_nobody_clears_are_refused_before_the_second_update() -> None:
+    weights: list[torch.Tensor] = []
+
+    def block(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        of_d.zero_grad()
+        weights[:] = [p.detach().clone() for p in g.parameters()]
+        d(g(torch.ones(4, 2))).sum().backward()
+        of_d.step()
+        of_g.step()
+        weights.clear()
+
+    with pytest.raises(StepError, match="step 0 leaves the gradients of its update") as refused:
+        train(block)
+    assert "zero_grad()" in refused.value.hint and weights  # the second block did not come to its update
+
+
+def test_frozen_modules_may_keep_theirs() -> None:
+    def block(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
+        of_g.zero_grad()
+        d(g(torch.ones(4, 2))).sum().backward()
+        of_g.step()
+
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g = torch.optim.SGD(g.parameters(), 0.1)
+    with holdfast.session(model={"g": g, "d": d}, optimizer=of_g, resume="never") as s:
+        for step in s.steps(until=3):
+            with step:
+                block(g, d, of_g, None)
