@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.pids import age_s, alive, command, kill_group, kill_if, pidfd
+from holdfast.runtime import pids
+from holdfast.runtime.pids import age_s, alive, await_end, command, kill_group, kill_if, left_of, pidfd
 
 pytestmark = pytest.mark.processes
 NO_PROCESS = 2**22 + 1  # the kernel gives no such number
@@ -89,3 +90,24 @@ def test_what_a_killed_group_shares_is_removed_by_its_own_tracker() -> None:
     while any(place.exists() for place in places) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not any(place.exists() for place in places)
+
+
+def test_the_end_of_a_process_is_awaited_as_long_as_it_makes_progress(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not await_end(sleeper.pid, still_s=0.01, most_s=60.0), "it stands still"
+    looks = 0
+
+    def left(pid: int) -> tuple[int, int, int]:
+        nonlocal looks
+        looks += 1
+        if looks == 10:
+            sleeper.kill()
+        return 1, 0, looks
+
+    monkeypatch.setattr(pids, "left_of", left)
+    assert not await_end(sleeper.pid, still_s=0.01, most_s=0.03), "not for ever"
+    assert await_end(sleeper.pid, still_s=0.05, most_s=60.0) and looks >= 10
+    monkeypatch.undo()
+    sleeper.wait()
+    assert left_of(sleeper.pid) is None and await_end(sleeper.pid, 60.0, 60.0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +21,15 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Assignment
 from holdfast.core.page import Word
 from holdfast.journal import Journal
-from holdfast.runtime import procs
+from holdfast.runtime import fading, procs
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.fading import Fading
 from holdfast.runtime.page import Page
 from holdfast.runtime.procs import Processes, sweep
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Order, ZygoteMessage
+from holdfast.runtime.zygote import device_in_use
 from tests.runtime.runs import BOUND_S, exists, without_torch
 
 pytestmark = pytest.mark.processes
@@ -264,3 +269,78 @@ async def hangs_up(run: RunDir, times: int) -> AsyncIterator[None]:
     run.write_endpoint("zygote", "127.0.0.1", port)
     async with server:
         yield
+
+
+DRIVER_IN_USE = """
+import sys
+zygote = sys.modules["__main__"]
+zygote.DRIVERS = (__file__,)
+device = open(__file__)
+"""
+"""A module that opens the driver of a device at its import (a file stands for it)."""
+
+
+def test_a_zygote_whose_imports_hold_a_device_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forks could not use the device: every worker would fail with the same error."""
+    (tmp_path / "opens_device.py").write_text(DRIVER_IN_USE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    async def scenario() -> None:
+        async with running(tmp_path, "opens_device") as node:
+            node.order(1)
+            await until(lambda: 1 in node.started)
+            (unusable,) = node.said("zygote_unusable")
+            assert "opens_device.py: a fork could not use the device" in str(unusable["reason"])
+            await until(lambda: node.procs._zygote is None)  # and the device is free
+            node.order(2)
+            await until(lambda: 2 in node.started)
+            assert len(node.said("zygote_ready")) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_is_refused_for_the_files_and_the_state_of_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, place in enumerate(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"]):
+        (tmp_path / str(number)).symlink_to(place)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert device_in_use(tmp_path) == "", "NVML alone leaves a fork able to use CUDA"
+    (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+    assert "/dev/nvidia-uvm" in device_in_use(tmp_path)
+    cuda = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert "initialised CUDA" in device_in_use(tmp_path)
+
+
+def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process with much device memory takes long to be taken apart: the newcomer would find the device full."""
+    looks, gone = itertools.count(), False
+
+    def left(pid: int) -> tuple[int, int, int] | None:
+        if pid == 2:
+            return 1, 0, 7  # it stands still
+        return None if gone else (1, 0, next(looks))
+
+    monkeypatch.setattr(fading, "END_STILL_S", 0.01)
+    monkeypatch.setattr(fading, "left_of", left)
+
+    async def scenario() -> None:
+        nonlocal gone
+        freed: list[str] = []
+        held = Fading(lambda: freed.append("free"))
+        held.add(1)
+        held.add(2)
+        await until(lambda: held.pids == (1,))
+        seen = next(looks)
+        await until(lambda: next(looks) > seen + 10)
+        assert held.pids == (1,) and not freed
+        gone = True
+        await until(lambda: not held)
+        assert freed == ["free"]
+
+    asyncio.run(scenario())

@@ -288,6 +288,9 @@ class Story:
             "CPU): the other hosts may have given it up and gone on"
         )
 
+    def _on_zygote_unusable(self, event: Event, data: dict[str, Any]) -> None:
+        self.warnings.append(f"every worker starts from scratch, which takes longer: {data['reason']}")
+
     def _on_spares_given_up(self, event: Event, data: dict[str, Any]) -> None:
         self.warnings.append(
             f"no spare can be built on {data['node']} ({data['why']}): lost workers are replaced without; "

@@ -6,7 +6,8 @@ below zero, which nobody else has and which no message to the controller ever na
 
 A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank,
 so it waits where its script first asks (``held``); one that does not ask is built up to its first step (``ready``).
-With as many spares as workers each one is built as one rank, and is ready whatever its script asks.
+With as many spares as workers each one is built as one rank, and is ready whatever its script asks. The memory of a
+device is that of the rank that trains on it: any spare is held before its first use of one.
 
 Invariants:
 1. A spare is nobody: nothing that it says leaves the node, it is in no roster, votes in no step and serves no state.
@@ -55,14 +56,17 @@ def is_spare(member_id: int) -> bool:
 
 
 class SpareWaits(Message, frozen=True):
-    """A spare waits to be called: ``ready`` at its first step, else where its script asked for its rank."""
+    """A spare waits to be called: ``ready`` at its first step, else where its script needed its rank or a device."""
 
     member_id: MemberId
     ready: bool
 
 
 class Called(Message, frozen=True):
-    """To a spare: you are this member from now on. ``env`` replaces its stand-in's, ``log`` is where it writes."""
+    """To a spare: you are this member from now on. ``env`` replaces its stand-in's, ``log`` is where it writes.
+
+    ``ending``: processes of this node that were lost, and still have memory or devices.
+    """
 
     member_id: MemberId
     generation: Generation
@@ -71,6 +75,7 @@ class Called(Message, frozen=True):
     world_size: int
     env: dict[str, str]
     log: str
+    ending: tuple[int, ...] = ()
 
 
 class BuildSpare(Message, frozen=True):

@@ -509,6 +509,7 @@ class AgentDaemon:
                 world_size=order.world_size,
                 env=worker_env(self._run, self._settings, order),
                 log=worker_log(self._run, self._settings, order),
+                ending=self._procs.fading.pids,
             )
         )
         self._started(seat.member_id, life.pid)

@@ -247,7 +247,7 @@ class Client:
 
     def _waits(self, ready: bool) -> None:
         """A spare cannot, or need not, go on before it is called."""
-        self.page.announce("at its first step" if ready else "where its script asks for its rank")
+        self.page.announce("at its first step" if ready else "where its script needs its rank or a device")
         self.page.place(0, Phase.SPARE)
         self.send(SpareWaits(member_id=self.member_id, ready=ready))
 
@@ -260,7 +260,7 @@ class Client:
         os.environ.update(called.env)
         self._on_call(called.log)
         self.send(self._hello(*self.hello()))
-        self.stand_in.call(called.rank)
+        self.stand_in.call(called.rank, called.ending)
 
     def _wake(self) -> None:
         if self._wake_write < 0:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+END_STILL_S = 5.0
+"""What a process had is waited for while its end makes progress; one that stands still hangs in a device or a disk."""
+END_MOST_S = 60.0
 _EXITING = 0x4  # PF_EXITING of the kernel
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 _ROUNDS_MAX = 5  # of looks at a group, whose members may start others meanwhile
@@ -59,6 +63,41 @@ def ending(pid: int) -> int | None:
     if not fields or not int(fields[6]) & _EXITING:
         return None
     return os.waitstatus_to_exitcode(int(fields[49])) or None
+
+
+def left_of(pid: int) -> tuple[int, int, int] | None:
+    """Of a process that ends: threads, resident pages, and CPU time in clock ticks; None when it is gone.
+
+    Other numbers than before: its end makes progress. Device memory and page-locked memory may take many seconds.
+    """
+    fields = _stat(pid)
+    return (int(fields[17]), int(fields[21]), int(fields[11]) + int(fields[12])) if fields else None
+
+
+def await_end(pid: int, still_s: float, most_s: float) -> bool:
+    """Block until a process that ends is gone; False: it is not, within these bounds.
+
+    Args:
+        still_s: an end without progress for so long is not waited for.
+        most_s: bound of the whole.
+    """
+    fd = pidfd(pid)
+    if fd < 0:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        deadline_s, before = time.monotonic() + most_s, left_of(pid)
+        while (rest_s := deadline_s - time.monotonic()) > 0:
+            if poller.poll(1000 * min(still_s, rest_s)):
+                return True
+            now = left_of(pid)
+            if now == before:
+                return False
+            before = now
+        return False
+    finally:
+        os.close(fd)
 
 
 def command(pid: int) -> list[bytes]:

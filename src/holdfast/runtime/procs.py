@@ -3,7 +3,7 @@
 A pidfd fires when a process is gone, whoever the parent is; the exit status comes from whoever may wait for the process
 (the zygote, or this agent) and is waited for shortly. A worker that was killed or failed is told of earlier, when its
 end has begun (``runtime/lifeline.py``): nothing of it runs any more, but its memory is not free yet, so a worker from
-scratch is started only after the pidfd has fired.
+scratch is started only after the pidfd has fired, or when the end of the process makes no progress.
 
 The zygote may be stopped, frozen or stuck, so what it is asked has a bound, and who ends a member does not wait for
 it: a member that is no process yet is told as exited when it is killed, or when the zygote is lost. Should it have been
@@ -29,12 +29,14 @@ from holdfast.errors import ProtocolError
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
+from holdfast.runtime.fading import Fading
 from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import command, ending, kill_group, kill_if, pidfd
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
+    QUIET_DEVICES,
     ZYGOTE_MESSAGES,
     Exited,
     Order,
@@ -49,7 +51,6 @@ from holdfast.runtime.spawn import (
 )
 
 STATUS_WAIT_S = 0.5
-FADING_S = 5.0  # taking a process apart takes longer only when a device or a disk hangs
 ZYGOTE_START_S = 60.0
 QUIT_WAIT_S = 1.0
 # To the next word of a zygote that has something to answer. A fork takes milliseconds, with hundreds of GB preloaded a
@@ -96,7 +97,7 @@ class Processes:
         fail: Callable[[BaseException], None],
     ) -> None:
         self.living: dict[MemberId, Life] = {}
-        self._fading: dict[int, Life] = {}  # by pid: told as exited, but the kernel is not done with them
+        self.fading = Fading(self._start_waiting)
         self._run = run
         self._settings = settings
         self._journal = journal
@@ -194,6 +195,7 @@ class Processes:
     def _start_zygote(self) -> None:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
         env = {
+            **QUIET_DEVICES,
             **os.environ,
             **self._settings.env,
             "OMP_NUM_THREADS": "1",
@@ -235,7 +237,7 @@ class Processes:
 
     def _heard(self, channel: Channel[ZygoteMessage], message: ZygoteMessage) -> None:
         if isinstance(message, Preloaded):
-            self._preloaded(message)
+            self._preloaded(channel, message)
         elif isinstance(message, Spawned):
             self._spawned(message)
         elif isinstance(message, Exited):
@@ -246,18 +248,20 @@ class Processes:
                     self._gone(life)
         self._await_word()
 
-    def _preloaded(self, message: Preloaded) -> None:
+    def _preloaded(self, channel: Channel[ZygoteMessage], message: Preloaded) -> None:
+        imports = [f"{name} {spent_s:.3f} s" for name, spent_s in message.imports_s.items()]
+        missing = [f"{name}: {error}" for name, error in message.missing.items()]
+        total_s = round(sum(message.imports_s.values()), 3)
         self._journal.append(
             "zygote_ready",
-            {
-                "imports": [f"{name} {spent_s:.3f} s" for name, spent_s in message.imports_s.items()],
-                "missing": [f"{name}: {error}" for name, error in message.missing.items()],
-                "threads": message.threads,
-                "total_s": round(sum(message.imports_s.values()), 3),
-            },
+            {"imports": imports, "missing": missing, "threads": message.threads, "total_s": total_s},
         )
-        self._ready = True
-        self._start_waiting()
+        if message.unfit:  # and what it holds of a device is free again
+            channel.send(Quit())
+            self._give_up_zygote(message.unfit)
+        else:
+            self._ready = True
+            self._start_waiting()
 
     def _spawned(self, message: Spawned) -> None:
         order = self._asked.pop(message.member_id, None)
@@ -301,7 +305,7 @@ class Processes:
                     order, f"no room for the status page {path} (df -h {path.parent})", error, NO_ROOM_CODE
                 )
                 return
-        if self._fading:
+        if self.fading:
             self._waiting.append(order)
         elif self._hopeless:
             self._exec(order)
@@ -418,7 +422,7 @@ class Processes:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
-        while kill and (self.living or self._fading):
+        while kill and (self.living or self.fading):
             for member_id in list(self.living):
                 self.kill(member_id)
             await asyncio.sleep(POLL_S)
@@ -456,16 +460,9 @@ class Processes:
             return
         life.died_ns = time.monotonic_ns()
         life.status = _status(code)
-        self._fading[life.pid] = life
+        self.fading.add(life.pid)
         self._gone(life)  # told first: the others wait for this word
         kill_group(life.pid)
-        asyncio.get_running_loop().call_later(FADING_S, self._faded, life)
-
-    def _faded(self, life: Life) -> None:
-        """What a process had is free again, or will not be for long."""
-        self._fading.pop(life.pid, None)
-        if not self._fading:
-            self._start_waiting()
 
     def _died(self, life: Life) -> None:
         loop = asyncio.get_running_loop()
@@ -479,7 +476,7 @@ class Processes:
         if life.child is not None:
             life.status = _status(life.child.wait())
         if told:
-            self._faded(life)
+            self.fading.remove(life.pid)
         elif life.status is not None or self._zygote is None:
             self._gone(life)
         else:

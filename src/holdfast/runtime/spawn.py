@@ -41,12 +41,21 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     signal: int | None
 
 
+QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""For the zygote, whose modules may ask at their import whether there is a GPU: torch answers without the state of the
+driver in the process, with which no fork can use a GPU."""
+
+
 class Preloaded(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent, first: it can fork. ``imports_s`` by what was imported; ``missing``: what could not be."""
+    """Zygote -> agent, first: it can fork. ``imports_s`` by what was imported; ``missing``: what could not be.
+
+    ``unfit``: why its forks would be of no use, empty when they are.
+    """
 
     imports_s: dict[str, float]
     missing: dict[str, str]
     threads: int
+    unfit: str = ""
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):

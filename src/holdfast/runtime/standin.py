@@ -5,7 +5,8 @@ on; whoever asks for the rank (``RANK`` and its kin in the environment, ``dist.g
 the true answer when the spare is called. So no wrong rank can ever get into a variable of the script. Known places
 that ask without need are *exempt*: they get a stand-in, and what they made of it is corrected at the call.
 
-A spare that was built as one rank (``fixed``) knows its rank from the start; only its generation is missing.
+A spare that was built as one rank (``fixed``) knows its rank from the start; only its generation is missing. Every
+spare is held before its first use of a device, which has no room for the state of another process.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from holdfast.runtime.pids import END_MOST_S, END_STILL_S, await_end
 
 ASKED = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "RANK_ID", "DEVICE_ID"})
 """Environment variables that tell a process its place."""
@@ -32,6 +35,7 @@ class StandIn:
         self._local = threading.local()
         self._on_call: list[Callable[[int], None]] = []
         self._forked = False
+        self._ending: tuple[int, ...] = ()
 
     @property
     def called(self) -> bool:
@@ -40,10 +44,10 @@ class StandIn:
 
     def install(self) -> None:
         """Let the environment of this process ask. Nothing to do when the rank is known."""
+        os.register_at_fork(after_in_child=self._in_child)
         if not self.fixed:
             os.environ.__class__ = _Environment
             _Environment.stand_in = self
-            os.register_at_fork(after_in_child=self._in_child)
 
     def ask(self) -> None:
         """Return when the rank is known, or at once where a stand-in will do."""
@@ -53,6 +57,22 @@ class StandIn:
         traceback.print_stack(sys._getframe(1))
         self._waits(False)
         self._called.wait()
+
+    def hold(self) -> None:
+        """Return when this process may use a device: it is a member, and the lost ones have let go of theirs."""
+        if self._forked:
+            return
+        if not self.called:
+            sys.stderr.write("holdfast: this spare waits here, before its first use of a device:\n")
+            traceback.print_stack(sys._getframe(1))
+            self._waits(False)
+            self._called.wait()
+        ending, self._ending = self._ending, ()
+        for pid in ending:
+            if not await_end(pid, END_STILL_S, END_MOST_S):
+                sys.stderr.write(
+                    f"holdfast: process {pid} was lost and is not gone: its device may be full\n"
+                )
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
@@ -73,8 +93,12 @@ class StandIn:
         """Do ``action(rank)`` when called, in the client thread, while the main thread waits."""
         self._on_call.append(action)
 
-    def call(self, rank: int) -> None:
-        """This process is ``rank`` from now on; its environment says so already."""
+    def call(self, rank: int, ending: Sequence[int] = ()) -> None:
+        """This process is ``rank`` from now on; its environment says so already.
+
+        ``ending``: as ``core/spares.Called`` says.
+        """
+        self._ending = tuple(ending)
         for action in self._on_call:
             action(rank)
         self._called.set()

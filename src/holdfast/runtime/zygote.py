@@ -38,6 +38,8 @@ from holdfast.wire import NONCE_SIZE_BYTES, Link
 
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
+DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
+"""Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. Asking NVML opens other ones."""
 
 
 class _Peer:
@@ -213,6 +215,26 @@ def thread_total() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
+    """Why a fork of this process could not use its devices: an import has initialised their driver. Empty: it can.
+
+    Args:
+        files: the links of this process's open files.
+    """
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return "a preloaded module has initialised CUDA: a fork could not use it"
+    for link in files.iterdir():
+        try:
+            place = os.readlink(link)
+        except OSError:  # the one of this listing is closed by now
+            continue
+        if place.startswith(DRIVERS):
+            return f"a preloaded module has opened {place}: a fork could not use the device"
+    return ""
+
+
 def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
     """Import what workers will need, and pay what the first optimizer imports lazily; ``further`` are the user's."""
     imports_s: dict[str, float] = {}
@@ -241,7 +263,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
         imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
     versions()  # kept for the workers
     gc.freeze()  # children share these pages: a collection in a child must not write to them
-    return Preloaded(imports_s, missing, thread_total())
+    return Preloaded(imports_s, missing, thread_total(), device_in_use())
 
 
 def become_worker(spawn: Spawn) -> int:

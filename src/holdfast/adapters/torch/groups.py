@@ -79,7 +79,7 @@ def install() -> None:
     if client is not None and client.joining:
         fabric().loopback()
     stand_in = standin.current()
-    if stand_in is not None and not stand_in.fixed:
+    if stand_in is not None:
         install_stand_in(stand_in)
     if installed():
         return

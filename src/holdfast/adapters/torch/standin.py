@@ -2,7 +2,7 @@
 
 ``init_process_group``, DDP's constructor and a loader's iterator only pass the rank on; a ``DistributedSampler`` that
 was not told a rank asks for it and keeps it. Whatever else asks, torch's code or the user's, waits for the call
-(``runtime/standin.py``).
+(``runtime/standin.py``). So does the first use of a GPU: the rank that trains there fills its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,27 @@ _samplers: WeakSet[DistributedSampler[Any]] = WeakSet()
 
 
 def install(stand_in: StandIn) -> None:
-    """Once, in a spare that may become any rank."""
+    """Once, in a spare."""
+    hold_before_device(stand_in)
+    if not stand_in.fixed:
+        _answer_later(stand_in)
+
+
+def hold_before_device(stand_in: StandIn) -> None:
+    """The first use of CUDA, from Python or from C++, waits until the spare is called."""
+    initialise = torch.cuda._lazy_init
+
+    @functools.wraps(initialise)
+    def wait() -> None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            stand_in.hold()
+        initialise()  # type: ignore[no-untyped-call]
+
+    torch.cuda._lazy_init = wait
+
+
+def _answer_later(stand_in: StandIn) -> None:
+    """The spare may become any rank."""
     before = sys.excepthook
 
     def become(rank: int) -> None:
