@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.adapters.torch.standin import hold_before_device
+from holdfast.runtime.pids import alive
 from holdfast.runtime.standin import StandIn
 
 pytestmark = pytest.mark.torch
@@ -29,7 +30,7 @@ def test_the_first_use_of_cuda_waits_for_the_call_and_for_the_end_of_the_lost(
     lost = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
     def initialise() -> None:
-        happened.append("initialised" if lost.poll() is not None else "initialised beside the lost one")
+        happened.append("initialised beside the lost one" if alive(lost.pid) else "initialised")
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
     stand_in = StandIn(fixed, wait)
