@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch.private import replicate
 from holdfast.drill.model import VOCABULARY, Block, Gpt, Size, Stage, next_byte_loss
 
 if TYPE_CHECKING:

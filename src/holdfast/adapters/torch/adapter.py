@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.adapters.base import Hooks
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
@@ -144,8 +144,8 @@ class TorchAdapter:
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
         self._fabric.on_collective(on_collective, hooks.waited)
-        callback_handler.register_start_callback(self._compile_begins)
-        callback_handler.register_end_callback(self._compile_ends)
+        private.callback_handler.register_start_callback(self._compile_begins)
+        private.callback_handler.register_end_callback(self._compile_ends)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -160,8 +160,8 @@ class TorchAdapter:
         for handle in self._handles:
             handle.remove()
         if self._hooks is not None:
-            callback_handler.remove_start_callback(self._compile_begins)
-            callback_handler.remove_end_callback(self._compile_ends)
+            private.callback_handler.remove_start_callback(self._compile_begins)
+            private.callback_handler.remove_end_callback(self._compile_ends)
         self._handles = []
         self._hooks = None
         self._fabric.on_collective(None)
@@ -225,7 +225,7 @@ class TorchAdapter:
         return args, {**kwargs, "closure": agreed}
 
     def _agree(self, name: str) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if private.in_backward():
             raise UnsupportedError(
                 f"optimizer {name!r} updates weights inside backward, before the step is agreed",
                 hint="call optimizer.step() after loss.backward()",

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from holdfast.adapters.torch import private
 from holdfast.errors import StateError
 from holdfast.store.grid import Cuts, cut
 from holdfast.store.layout import Box
@@ -132,12 +133,12 @@ def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank, without autograd; shares storage."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return private.local_tensor(tensor).detach()
 
 
 def writes_of(tensor: torch.Tensor) -> int:
     """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
-    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+    return private.write_count(tensor)
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
@@ -160,7 +161,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
     if form is None:
         return []
     runs, parts = _cut(form)
-    held = tensor._local_tensor.shape
+    held = private.local_tensor(tensor).shape
     for dim, dim_runs in enumerate(runs):
         if sum(size for _, _, size in dim_runs) != held[dim]:
             raise StateError(
@@ -203,12 +204,9 @@ def _runs(form: _Form, dim: int) -> list[_Run]:
             continue
         if index is None:
             index = torch.arange(form.shape[dim])
-        cut, _ = placement._split_tensor(  # type: ignore[attr-defined]
-            # Cutting a column keeps the rule for dimension `dim` independent of the others.
-            index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))]),
-            form.mesh[mesh_dim],
-            with_padding=False,
-        )
+        # Cutting a column keeps the rule for dimension `dim` independent of the others.
+        column = index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))])
+        cut = private.split_tensor(placement, column, form.mesh[mesh_dim])
         index = cut[form.coordinate[mesh_dim]].reshape(-1)
     if index is None:
         return [(0, 0, form.shape[dim])]

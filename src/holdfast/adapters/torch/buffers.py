@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import flat_bytes
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.heal import instances
@@ -54,13 +55,9 @@ class BufferSync:
                 wrapper.broadcast_buffers = False
                 self._off.append(wrapper)
             taken |= inside
-        rest = [
-            slot
-            for slot in names.buffers
-            if id(slot.module) not in taken and slot.key not in slot.module._non_persistent_buffers_set
-        ]
+        rest = [slot for slot in names.buffers if id(slot.module) not in taken and slot.persistent]
         if mesh is None or mesh.size() == world_size:
-            if not instances("torch.distributed.pipelining.stage", "_PipelineStageBase"):
+            if not instances(*private.PIPELINE_STAGE):
                 self._add(dist.group.WORLD, rest)
         else:
             for group in mesh.get_all_groups():  # one per dimension: along all of them everyone is reached

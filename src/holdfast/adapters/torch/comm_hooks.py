@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch import private
 from holdfast.errors import UnsupportedError
 
 _NO_STATE = (type(None), dist.ProcessGroup, bool, int, float, str, torch.dtype, weakref.ReferenceType)
-_OWN = "_AllreduceUpcastHookState"
-"""What DDP gives its own hook for mixed precision; its module is slow to import. It holds nothing between two steps."""
 
 
 def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
     """Raises: UnsupportedError: a hook was registered with an object that may change from step to step."""
     for module in modules:
-        for hook, state in module._comm_hooks:
-            if not isinstance(state, _NO_STATE) and type(state).__name__ != _OWN:
+        for hook, state in private.comm_hooks(module):
+            if not isinstance(state, _NO_STATE) and type(state).__name__ != private.UPCAST_HOOK_STATE:
                 raise UnsupportedError(
                     f"DDP's communication hook {hook.__qualname__} has a state ({type(state).__name__}) that a "
                     "replaced worker would not have: it would communicate otherwise than its peers",

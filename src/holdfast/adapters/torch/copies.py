@@ -8,13 +8,14 @@ of DTensor parameters; a copy is then named by the lowest of its ranks. A rank w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.heal import instances
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 
@@ -24,8 +25,7 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
     for _, top in modules_of(model):
         for module in top.modules():
             if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                for group in state._fsdp_param_groups:
+                for group in private.sharded_groups(module):
                     mesh: DeviceMesh = group.mesh_info.mesh
                     return mesh
     return None
@@ -53,7 +53,7 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
         group = wrappers[0].process_group
         return Copy(dist.get_rank(group), dist.get_world_size(group))
     first = rank
-    for stage in instances("torch.distributed.pipelining.stage", "_PipelineStageBase"):
+    for stage in instances(*private.PIPELINE_STAGE):
         first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
     # A rank's place among those that split its tensors is that of the first stage's rank among its own.
     return Copy(first - _place_in_split(model, rank), world_size)

@@ -27,10 +27,10 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.adapters.base import DataIdentity
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import byte_view
 from holdfast.adapters.torch.dataset import identity
 from holdfast.adapters.torch.order import Deal, Order, Seeded, SeededBatches
@@ -94,7 +94,7 @@ class Source(ABC):
 
     def close(self) -> None:
         """Stop loader workers."""
-        _shut(self._iterator)
+        private.stop_workers(self._iterator)
         self._iterator = None
 
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
@@ -249,13 +249,6 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _shut(iterator: Any) -> None:
-    """Stop the worker processes of a DataLoader's iterator now, not when it is collected."""
-    stop = getattr(iterator, "_shutdown_workers", None)
-    if stop is not None:
-        stop()
-
-
 class MapSource(Source):
     """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start anywhere.
 
@@ -341,7 +334,7 @@ class MapSource(Source):
             self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
         self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
         if not self._user.persistent_workers and not self._lent:
-            _shut(self._iterator)
+            private.stop_workers(self._iterator)
             if self._loader.persistent_workers:
                 self._loader = self._rebuild(self._user, keep=False)
         self._lent = self._lent and self._iterator is None
@@ -386,7 +379,11 @@ class _PlacedSource(MapSource):
         """As :meth:`MapSource.open`."""
         device = getattr(self._user, "device", None)
         for batch in super().open(epoch, skip):
-            yield batch if device is None else tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
+            yield (
+                batch
+                if device is None
+                else private.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
+            )
 
 
 class StatefulSource(Source):
@@ -399,7 +396,7 @@ class StatefulSource(Source):
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch``: from the restored state, else from its start (``skip`` batches are read again)."""
         _set_epoch(epoch, self._user, getattr(self._user, "sampler", None))
-        _shut(self._iterator)
+        private.stop_workers(self._iterator)
         first = skip if self._restored else 0
         self._restored = False
         if skip > first:
@@ -439,7 +436,7 @@ class ReplaySource(Source):
                 type(loader).__name__,
                 plural(skip, "batch"),
             )
-        _shut(self._iterator)
+        private.stop_workers(self._iterator)
         return self._read(epoch, 0, skip)
 
 

@@ -16,8 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Backend, Store
-
+from holdfast.adapters.torch.private import Backend, Store
 from holdfast.errors import GroupError
 
 STOP_POLL_S = 0.02

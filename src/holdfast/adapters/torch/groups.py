@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.inner import GLOO, NCCL, GroupSpec
 from holdfast.adapters.torch.nccl import outlive_peers
+from holdfast.adapters.torch.probing import Feature
 from holdfast.adapters.torch.rendezvous import control_client, install_rendezvous
 from holdfast.adapters.torch.standin import install as install_stand_in
 from holdfast.core.ids import NO_GENERATION
@@ -35,19 +36,6 @@ from holdfast.runtime import standin
 __all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed"]
 
 BACKEND = "holdfast"
-_HELPER = "_new_process_group_helper"
-_HELPER_PARAMETERS = (
-    *(
-        "group_size",
-        "group_rank",
-        "global_ranks_in_group",
-        "backend",
-        "store",
-        "group_name",
-        "backend_options",
-    ),
-    *("timeout", "pg_tag", "device_id", "group_desc"),
-)
 _NAME_SIZE_MAX = 64
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -64,7 +52,7 @@ class _Request:
 
 def installed() -> bool:
     """True after :func:`install`."""
-    return bool(getattr(getattr(c10d, _HELPER, None), "holdfast", False))
+    return bool(getattr(private.helper(), "holdfast", False))
 
 
 def install() -> None:
@@ -83,18 +71,18 @@ def install() -> None:
         install_stand_in(stand_in)
     if installed():
         return
-    helper = getattr(c10d, _HELPER, None)
-    if helper is None or tuple(inspect.signature(helper).parameters) != _HELPER_PARAMETERS:
+    if wrong := private.failures(Feature.GROUPS):
         raise UnsupportedError(
-            f"torch {torch.__version__} makes process groups in a way that Holdfast does not know",
-            hint="use torch 2.13, or run without live recovery: do not call holdfast.adapters.torch.groups.install()",
+            f"torch {torch.__version__} makes process groups in a way that Holdfast does not know: {wrong[0]}",
+            hint=f"use torch {private.TESTED}",
         )
     atexit.register(fabric().leave)
     outlive_peers()
     install_rendezvous()
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    setattr(c10d, _HELPER, _wrap_helper(helper))
-    _refuse_builtin_hooks()
+    private.replace_helper(_wrap_helper(private.helper()), ReconfigurableGroup)
+    private.coalesce_batches(ReconfigurableGroup)
+    private.refuse_builtin_hooks(ReconfigurableGroup, _builtin_hook)
     for name, alone in _OBJECT_CALLS.items():
         _guard_objects(name, alone)
 
@@ -122,8 +110,7 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["backend"] = BACKEND
         group, store = helper(*call.args, **call.kwargs)
         if isinstance(group, ReconfigurableGroup):
-            c10d._world.pg_map[group] = (asked, store)
-            c10d._world.pg_backend_config[group] = str(config)
+            private.note_backend(group, asked, store, str(config))
         return group, store
 
     make.holdfast = True  # type: ignore[attr-defined]
@@ -165,20 +152,12 @@ def _name(ranks: tuple[int, ...], ordinal: int) -> str:
 # ---------------------------------------------------------------- calls that cannot be carried as they are
 
 
-def _refuse_builtin_hooks() -> None:
-    original: Callable[..., Any] = DistributedDataParallel._register_builtin_comm_hook
-
-    @functools.wraps(original)
-    def refuse(self: DistributedDataParallel, comm_hook_type: Any) -> None:
-        if isinstance(self.process_group, ReconfigurableGroup):
-            raise UnsupportedError(
-                f"DDP's builtin C++ communication hook {comm_hook_type} cannot run on a Python process group",
-                hint="use model.register_comm_hook(None, default_hooks.allreduce_hook) or "
-                "default_hooks.fp16_compress_hook: the same numbers",
-            )
-        original(self, comm_hook_type)
-
-    DistributedDataParallel._register_builtin_comm_hook = refuse  # type: ignore[method-assign]
+def _builtin_hook(kind: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"DDP's builtin C++ communication hook {kind} cannot run on a Python process group",
+        hint="use model.register_comm_hook(None, default_hooks.allreduce_hook) or "
+        "default_hooks.fp16_compress_hook: the same numbers",
+    )
 
 
 def _alone_all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:

@@ -18,14 +18,14 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, Work
 
-from holdfast.adapters.torch import local, rendezvous
+from holdfast.adapters.torch import local, private, rendezvous
 from holdfast.adapters.torch.fabric import REBUILD_TIMEOUT_S, Fabric
 from holdfast.adapters.torch.inner import GLOO, BuiltGroup, GroupSpec, build
+from holdfast.adapters.torch.outer import OuterGroup
+from holdfast.adapters.torch.private import Backend, PrefixStore, Store, Work
 from holdfast.adapters.torch.works import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError
@@ -40,7 +40,7 @@ VOTE = "vote"
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor"})
 
 
-class ReconfigurableGroup(dist.ProcessGroup):
+class ReconfigurableGroup(OuterGroup):
     """One process group of the job, whose connections belong to a generation.
 
     Args:
@@ -50,12 +50,9 @@ class ReconfigurableGroup(dist.ProcessGroup):
     """
 
     def __init__(self, fabric: Fabric, spec: GroupSpec, store: Store) -> None:
-        super().__init__(spec.rank, spec.world_size)  # type: ignore[call-arg]  # the form for Python subclasses
+        super().__init__(spec)
         self._fabric = fabric
-        self.spec = spec
         self._store = store
-        self._name = spec.name
-        self._desc = "undefined"
         self._ways = {
             device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
         }
@@ -290,8 +287,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
         def issue(group: dist.ProcessGroup) -> Work:
             if len(outputs) == 1:
-                return group.reduce_scatter_single(outputs[0], sources[0], opts)
-            return group.reduce_scatter_single_coalesced(outputs, sources, opts)
+                return private.collective(group, "reduce_scatter_single")(outputs[0], sources[0], opts)
+            return private.collective(group, "reduce_scatter_single_coalesced")(outputs, sources, opts)
 
         if not self._by_gloo(outputs[0]):
             return self._run(what, issue, outputs, fill, on=outputs[0])
@@ -351,7 +348,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, source: Tensor, *args: Any) -> Work:
         return self._run(
             "all_gather_into_tensor",
-            lambda g: g.all_gather_single(output, source, *args),
+            lambda g: private.collective(g, "all_gather_single")(output, source, *args),
             [output],
             lambda: local.repeat(output, source, self.spec.world_size),
             on=source,
@@ -364,7 +361,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
         return self._run(
             "all_gather_into_tensor_coalesced",
-            lambda g: g.all_gather_single_coalesced(outputs, sources, *args),
+            lambda g: private.collective(g, "all_gather_single_coalesced")(outputs, sources, *args),
             outputs,
             fill,
             on=sources[0],
@@ -383,6 +380,23 @@ class ReconfigurableGroup(dist.ProcessGroup):
             on=sources[0],
         )
 
+    def gather_single(self, output: Tensor | None, source: Tensor, *args: Any) -> Work:
+        outputs = [] if output is None else [output]
+
+        def fill() -> None:
+            if output is not None and output.numel() == source.numel() * self.spec.world_size:
+                local.repeat(output, source, self.spec.world_size)
+
+        return self._run(
+            "gather",
+            lambda g: private.collective(g, "gather_single")(output, source, *args),
+            outputs,
+            fill,
+            on=source,
+        )
+
+    gather_into_tensor = gather_single
+
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
         outs = _as_list(outputs)
         rows: list[list[Tensor]] = inputs if not inputs or isinstance(inputs[0], list | tuple) else [inputs]
@@ -399,7 +413,9 @@ class ReconfigurableGroup(dist.ProcessGroup):
     ) -> Work:
         return self._run(
             "all_to_all_single",
-            lambda g: g.all_to_all_single(output, source, output_sizes, input_sizes, *args),
+            lambda g: private.collective(g, "all_to_all_single")(
+                output, source, output_sizes, input_sizes, *args
+            ),
             [output],
             lambda: local.copy(output, source),
             on=output,
@@ -456,71 +472,22 @@ class ReconfigurableGroup(dist.ProcessGroup):
         on = torch.empty(0, device=device)
         return self._run("end_coalescing", lambda g: g._end_coalescing(device), [], on=on)
 
-    # ------------------------------------------------------------------ identity
-
-    def rank(self) -> int:
-        return self.spec.rank
-
-    def size(self) -> int:
-        return self.spec.world_size
-
-    def getRank(self) -> int:
-        return self.spec.rank
-
-    def getSize(self) -> int:
-        return self.spec.world_size
-
-    def name(self) -> str:
-        return self.spec.backends[0][1]
-
-    def getBackendName(self) -> str:
-        """Asked by C++ only: a caller that reads ``gloo`` here would look for the C++ backend inside this group."""
-        return "holdfast"
-
-    def _get_backend_name(self) -> str:
-        return self.name()
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(device) for device, _ in self.spec.backends]
+    # ------------------------------------------------------------------ what torch asks of the backend
 
     def _get_backend(self, device: torch.device) -> Backend:
         if self.inner is None and self._fabric.looped:
-            return self._nowhere()
+            return private.rehearsal_backend(self.spec.rank, self.spec.world_size)
         return self._live()._get_backend(device)
 
-    def _nowhere(self) -> Backend:
-        """Of a newcomer that rehearses: torch asks what a backend can do, and inductor, for NCCL, to wait longer."""
-        fake: Any = torch._C._distributed_c10d.FakeProcessGroup
-        made: Backend = fake._create_internal(self.spec.rank, self.spec.world_size)
-        return made
-
-    def _set_group_name(self, name: Any) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    get_backend = _get_backend
 
     def _get_sequence_number_for_group(self) -> int:
         group: Any = self._live()
         return int(group._get_sequence_number_for_group())
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Set when the inner group was built."""
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        group: Any = self._live()
+        group._add_ephemeral_timeout(timeout)
 
     # ------------------------------------------------------------------ life
 
@@ -543,15 +510,6 @@ class ReconfigurableGroup(dist.ProcessGroup):
             self.shutdown()
 
 
-_OLD_NAMES = {
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-"""What torch called them before 2.13, and still does in places."""
-
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"),
     *("reduce_scatter_single_coalesced", "allgather", "allgather_coalesced", "all_gather_single", "gather"),
@@ -562,11 +520,10 @@ COLLECTIVES = (
 
 
 def _finish_methods() -> None:
-    disable: Callable[[Any], Any] = torch._dynamo.disable
+    disable: Callable[[Any], Any] = torch.compiler.disable
     for name in COLLECTIVES:
         setattr(ReconfigurableGroup, name, disable(getattr(ReconfigurableGroup, name)))
-    for old, name in _OLD_NAMES.items():
-        setattr(ReconfigurableGroup, old, getattr(ReconfigurableGroup, name))
+    private.give_old_names(ReconfigurableGroup)
 
 
 _finish_methods()

@@ -4,8 +4,8 @@ An exception (or a poisoned collective) in forward or backward leaves DDP's redu
 come, FSDP2 with unsharded parameters and half-reduced gradients, GradScaler in the state "already unscaled", and a
 pipeline schedule with losses and activations of the aborted step, which it would go on with. A retry on top of that
 raises, or goes on with other weights and says nothing. :func:`heal`, :func:`heal_scaler` and :func:`heal_pipelines` put
-them back as they are between two steps. They touch private attributes of torch 2.13; the tests compare the weights
-after an abort bit for bit with those of an undisturbed run.
+them back as they are between two steps. The attributes of torch that they need are in ``private.py``; the tests compare
+the weights after an abort bit for bit with those of an undisturbed run.
 
 Rules for the caller:
 1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.naming import data_parallel
 from holdfast.errors import UnsupportedError
@@ -44,15 +43,15 @@ def heal(model: nn.Module) -> None:
     """
     for ddp in data_parallel(model):
         if not fabric().looped:
-            ddp.reducer._reset_state()
+            private.reset_reducer(ddp)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if sharded:
         try:
-            _heal_sharded(sharded)
+            private.reset_sharded(sharded)
         except AttributeError as error:
             raise UnsupportedError(
                 f"FSDP2 of torch {torch.__version__} cannot be healed after an abort: {error}",
-                hint="use torch 2.13, or restart the job after a fault instead of retrying in place",
+                hint=f"use torch {private.TESTED}, or restart the job after a fault: --on-fault restart",
             ) from error
     for parameter in model.parameters():
         parameter.grad = None
@@ -61,12 +60,12 @@ def heal(model: nn.Module) -> None:
 def forget_pass(model: nn.Module) -> None:
     """Reducers keep their buckets and count their passes from here on, as those of all ranks do that were healed."""
     for ddp in data_parallel(model):
-        ddp.reducer._reset_state()
+        private.reset_reducer(ddp)
 
 
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients of the aborted step were unscaled: else the retry steps with scaled ones."""
-    scaler._per_optimizer_states.clear()
+    private.forget_unscaled(scaler)
 
 
 def heal_pipelines() -> None:
@@ -75,13 +74,13 @@ def heal_pipelines() -> None:
     Raises:
         UnsupportedError: this torch keeps a schedule's state in another way than the one known here.
     """
-    for schedule in instances("torch.distributed.pipelining.schedules", "_PipelineSchedule"):
+    for schedule in instances(*private.PIPELINE_SCHEDULE):
         try:
-            _heal_schedule(schedule)
+            private.reset_schedule(schedule)
         except AttributeError as error:
             raise UnsupportedError(
                 f"a pipeline of torch {torch.__version__} cannot be healed after an abort: {error}",
-                hint="use torch 2.13, or restart the job after a fault instead of retrying in place",
+                hint=f"use torch {private.TESTED}, or restart the job after a fault: --on-fault restart",
             ) from error
 
 
@@ -96,23 +95,6 @@ def instances(module: str, kind: str) -> list[Any]:
     return [item for item in gc.get_referrers(*classes) if type(item) in classes]
 
 
-def _heal_schedule(schedule: Any) -> None:
-    schedule._internal_losses.clear()
-    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
-        if hasattr(schedule, name):  # of schedules with several stages per rank
-            getattr(schedule, name).clear()
-    several = hasattr(schedule, "_stages")
-    word = "stages" if several else "stage"
-    for half in ("forward", "backward"):
-        flag = f"_{word}_{half}_initialized"
-        getattr(schedule, flag)  # an unknown name is an error, not a new attribute
-        setattr(schedule, flag, False)
-    for stage in schedule._stages if several else [schedule._stage]:
-        stage.clear_runtime_states()
-        for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
-            cache.clear()
-
-
 def rehearsals_needed(model: nn.Module) -> bool:
     """True while a DDP module in ``model`` has yet to rebuild its buckets.
 
@@ -121,7 +103,7 @@ def rehearsals_needed(model: nn.Module) -> bool:
     and backward in loopback until this is False, else its sums differ from those of the undisturbed run. In a process
     that has trained the step before, one pass (not with ``static_graph``) is known already: ``rebuild_buckets`` does.
     """
-    return any(not ddp._has_rebuilt_buckets and _will_rebuild(ddp) for ddp in data_parallel(model))
+    return any(not private.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model))
 
 
 def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
@@ -141,42 +123,9 @@ def rebuild_buckets(model: nn.Module) -> None:
     That saves a pass, and a collective that may break: the reducer sends its bucket indices around, here to itself.
     """
     for ddp in data_parallel(model):
-        if not ddp._has_rebuilt_buckets and ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True
+        if not private.has_rebuilt_buckets(ddp):
+            private.rebuild_buckets(ddp)
 
 
 def _will_rebuild(ddp: DistributedDataParallel) -> bool:
     return ddp.static_graph or not ddp.find_unused_parameters
-
-
-def _heal_sharded(modules: Sequence[FSDPModule]) -> None:
-    """Each module as after a backward that ended, then sharded again; then what the modules of one root share."""
-    states: list[Any] = [module._get_fsdp_state() for module in modules]
-    for module, state in zip(modules, states, strict=True):
-        state._training_state = TrainingState.IDLE
-        state._modules_to_run_forward.clear()
-        for group in state._fsdp_param_groups:
-            _heal_param_group(group)
-        module.reshard()
-    for state in states:
-        if state._is_root is None:  # before its first forward there is nothing to forget
-            continue
-        state._comm_ctx.post_forward_order.clear()
-        state._comm_ctx.all_gather_state = None
-        state._comm_ctx.reduce_scatter_states.clear()
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._state_ctx.iter_forward_root = None
-
-
-def _heal_param_group(group: Any) -> None:
-    group._training_state = TrainingState.IDLE
-    group._all_gather_result = None
-    group._post_forward_indices.clear()
-    group._partial_reduce_output = None
-    group._post_reduce_event = None
-    group._reshard_after_forward_event = None
-    group._all_reduce_state = None
-    for parameter in group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):  # exists after the first unshard
-            parameter._unsharded_param.grad = None

@@ -10,19 +10,19 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.gloo import Endpoints, Recorder, connect
 from holdfast.adapters.torch.nccl import Abort, Abortable
+from holdfast.adapters.torch.private import Backend, PrefixStore, Store
 from holdfast.errors import GroupError, HoldfastError
 
 GLOO = "gloo"
 NCCL = "nccl"
-BackendType = dist.ProcessGroup.BackendType
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Calla
     Raises:
         GroupError: the members did not find each other, or stopped.
     """
-    group = dist.ProcessGroup(store, spec.rank, spec.world_size)
-    names = [backend for _, backend in spec.backends]
-    group._set_default_backend(BackendType.NCCL if NCCL in names else BackendType.GLOO)
+    nccl = any(backend == NCCL for _, backend in spec.backends)
+    group = private.new_inner_group(store, spec.rank, spec.world_size, spec.name, nccl)
     endpoints: list[Endpoints] = []
     abortable: list[Abortable] = []
     made: dict[str, Backend] = {}
@@ -143,17 +142,14 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Calla
                     made[name] = _gloo(spec, prefixed, connect_timeout, stop, endpoints)
                 else:
                     made[name] = _nccl(spec, prefixed, abortable)
-                made[name]._set_sequence_number_for_group()
-            kind = BackendType.GLOO if name == GLOO else BackendType.NCCL
-            group._register_backend(torch.device(device), kind, made[name])
+                private.number_collectives(made[name])
+            private.give_backend(group, device, made[name], name == NCCL)
     except HoldfastError:
         raise
     except RuntimeError as error:
         raise GroupError(
             f"process group {spec.name} (rank {spec.rank} of {spec.world_size}) could not be built: {error}"
         ) from error
-    group._set_group_name(dist.distributed_c10d.GroupName(spec.name))
-    group._set_group_desc(spec.name)
     if spec.device is not None and NCCL in made:
         group.bound_device_id = spec.device
         made[NCCL].eager_connect_single_device(spec.device)
@@ -173,22 +169,13 @@ def _gloo(
     with Recorder() as recorder:
         backend = connect(make, stop)
     endpoints.append(recorder.endpoints(store, spec.rank, spec.world_size))
-    backend._set_default_timeout(spec.timeout)
-    backend.options.global_ranks_in_group = list(spec.order[0])
-    backend.options.group_name = dist.distributed_c10d.GroupName(spec.name)
+    private.bound_work(backend, spec.timeout)
+    private.name_backend(backend, spec.order[0], spec.name)
     return backend
 
 
 def _nccl(spec: GroupSpec, store: Store, abortable: list[Abortable]) -> Backend:
-    nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
-    options = spec.options
-    if options is None:
-        options = nccl.Options()
-        options.is_high_priority_stream = False
-    options._timeout = spec.timeout
-    options.global_ranks_in_group = list(spec.order[0])
-    options.group_name = spec.name
-    backend: Any = nccl(store, spec.rank, spec.world_size, options)
+    options = private.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
+    backend = private.new_nccl(store, spec.rank, spec.world_size, options, spec.device)
     abortable.append(backend)
-    built: Backend = backend
-    return built
+    return cast(Backend, backend)

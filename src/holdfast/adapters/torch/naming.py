@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import overlaps
 from holdfast.adapters.weights import EXTRA_STATE
 from holdfast.errors import StateError, UnsupportedError, UsageError
 
 Models = nn.Module | Mapping[str, nn.Module]
-
-# Wrapper class -> attribute of what is inside (the classes themselves live in modules that are slow to import).
-_WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
 
 
 class Slot(NamedTuple):
@@ -28,12 +26,12 @@ class Slot(NamedTuple):
 
     def get(self) -> torch.Tensor | None:
         """The tensor that is there now."""
-        return self.module._buffers.get(self.key)
+        return private.buffers_of(self.module).get(self.key)
 
     @property
     def persistent(self) -> bool:
         """True when the module's own ``state_dict`` has it."""
-        return self.key not in self.module._non_persistent_buffers_set
+        return self.key not in private.unlisted_buffers(self.module)
 
 
 class Names(NamedTuple):
@@ -73,8 +71,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
-        elif type(module).__name__ in _WRAPPERS:
-            module = getattr(module, _WRAPPERS[type(module).__name__])
+        elif type(module).__name__ in private.WRAPPERS:
+            module = getattr(module, private.WRAPPERS[type(module).__name__])
         elif type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
                 "FullyShardedDataParallel (FSDP1) is not supported: its flat parameters hide the model's names",

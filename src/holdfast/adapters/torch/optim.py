@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, lies_as, placed
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.values import Leaf, Plain, join, split
@@ -105,7 +105,7 @@ def _inner(optimizer: Any) -> Any:
 def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise UnsupportedError for a model whose parameters are updated during backward, before any vote."""
     for fqn, parameter in parameters.items():
-        if getattr(parameter, "_in_backward_optimizers", None):
+        if private.steps_in_backward(parameter):
             raise UnsupportedError(
                 f"{fqn}: _apply_optimizer_in_backward updates weights before the step is agreed",
                 hint="use an ordinary optimizer and call optimizer.step() in the block",
@@ -454,6 +454,6 @@ def allocate(
         if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
             return placed(there, like)
         return placed(torch.empty_like(like, dtype=dtype, requires_grad=False), like)
-    local = like._local_tensor if isinstance(like, DTensor) else like
+    local = None if like is None else private.local_tensor(like)
     device = torch.device("cpu") if local is None or on_cpu else local.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)

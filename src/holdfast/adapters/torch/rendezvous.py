@@ -7,7 +7,6 @@ is special. Without a client torch's own rendezvous is used, and groups cannot b
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from holdfast.adapters.torch import private
+from holdfast.adapters.torch.private import Store
 from holdfast.core.ids import Generation
 from holdfast.core.messages import KvReply
-from holdfast.errors import GroupError, UnsupportedError
+from holdfast.errors import GroupError
 from holdfast.runtime.client import Client, KvOp
 from holdfast.runtime.flight import Flight
 
@@ -31,7 +30,6 @@ WAIT_SLICE_S = 0.25
 
 POLL_S = 0.005
 
-_SCHEME = "env"
 _kept: list[Store] = []  # torch keeps the C++ half only; its methods end with the Python half
 
 
@@ -206,16 +204,8 @@ def install_rendezvous() -> None:
 
     Raises: UnsupportedError when this torch has no handler table.
     """
-    module = importlib.import_module(
-        "torch.distributed.rendezvous"
-    )  # the attribute of that name is a function
-    handlers = getattr(module, "_rendezvous_handlers", None)
-    if not isinstance(handlers, dict) or _SCHEME not in handlers:
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows",
-            hint="install a released version: pip install 'holdfast[torch]'",
-        )
-    original = handlers[_SCHEME]
+    handlers, scheme = private.rendezvous_handlers()
+    original = handlers[scheme]
     if getattr(original, "holdfast", False):
         return
 
@@ -232,4 +222,4 @@ def install_rendezvous() -> None:
         yield store, client.rank, client.world_size
 
     handler.holdfast = True  # type: ignore[attr-defined]
-    handlers[_SCHEME] = handler
+    handlers[scheme] = handler

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.averages import Averages
 from holdfast.adapters.torch.boxes import writes_of
 from holdfast.adapters.torch.filling import put_into
@@ -22,8 +23,6 @@ from holdfast.adapters.torch.state import NOTHING_BEFORE, Before, Copies, TorchS
 SMALL_NUMEL = 65536
 """Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
 batch norm writes its statistics without counting."""
-
-_SCALER_TENSORS = ("_scale", "_growth_tracker")
 
 
 class Snapshot:
@@ -53,7 +52,7 @@ class Snapshot:
         self._plain = self._schedules()
         if state.scaler is not None:
             # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
-            self._scaler = {key: clone(getattr(state.scaler, key, None)) for key in _SCALER_TENSORS}
+            self._scaler = {key: clone(getattr(state.scaler, key, None)) for key in private.SCALER_TENSORS}
         self._extras = clone(state.plain_extras())
         self._objects = self._small_objects()
         self.undo.clear()
@@ -112,7 +111,7 @@ class Snapshot:
                     copies.append(known[2])
                     self._buffers[slot.fqn] = (live, writes_of(live), known[2])
             if changed:
-                torch._foreach_copy_(copies, changed)
+                private.copy_many(copies, changed)
 
     def size(self) -> int:
         """Number of elements of the modules' extra state: when it changes, the layout has changed."""

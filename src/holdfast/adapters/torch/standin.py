@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler, dataloader
+from torch.utils.data import DistributedSampler
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.runtime.standin import StandIn
 
@@ -54,7 +54,7 @@ def _answer_later(stand_in: StandIn) -> None:
             group.become(rank)
         for sampler in _samplers:
             sampler.rank = rank
-        torch._C._distributed_c10d._set_global_rank(rank)
+        private.set_global_rank(rank)
         if sys.excepthook.__module__ == c10d.__name__:
             sys.excepthook = before  # torch's own writes the stand-in's rank before each line
 
@@ -85,6 +85,6 @@ def _answer_later(stand_in: StandIn) -> None:
     DistributedSampler.__init__ = make_sampler  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = exempt(DistributedDataParallel.__init__)  # type: ignore[method-assign]
     # A loader's iterator tells datapipes the rank, and forgets it.
-    dataloader._get_distributed_settings = exempt(dataloader._get_distributed_settings)
+    private.wrap_distributed_settings(exempt)
     c10d.init_process_group = dist.init_process_group = exempt(c10d.init_process_group)
     stand_in.on_call(become)

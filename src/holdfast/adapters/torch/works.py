@@ -19,9 +19,9 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from holdfast.adapters.torch.fabric import SLICE, Fabric
+from holdfast.adapters.torch.private import Work
 from holdfast.errors import FaultError
 
 Future = torch.futures.Future[Any]

@@ -1,0 +1,543 @@
+"""The private names of torch that Holdfast uses: the only module that touches them.
+
+torch keeps no promise about a name that begins with an underscore, and recovery in place needs some of them: the
+function that makes process groups, the states of DDP's reducer, of FSDP2 and of pipeline schedules. Each name stands in
+:data:`USES` with its purpose, the versions that have it and the feature that needs it. :func:`failures` looks every
+name up in the installed torch; ``holdfast doctor`` prints the result, and a test fails by name on a tested version.
+
+The functions below are thin: one step with private names each. What they are good for is said where they are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, Work
+from torch._dynamo.callback import callback_handler
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import dataloader
+
+from holdfast.adapters.torch.probing import Feature, Use, Version, probe, version_of
+from holdfast.errors import UnsupportedError
+
+__all__ = ["Backend", "PrefixStore", "Store", "Work", "callback_handler", "tree_map_only"]
+
+TESTED_LEAST: Version = (2, 12)
+TESTED_MOST: Version = (2, 15)
+TESTED = "2.12 to 2.15"
+"""The versions of torch that ``make torches`` runs."""
+
+c10d: Any = distributed_c10d
+_HELPER = "_new_process_group_helper"
+_RECORDER = "_maybe_attach_flight_recorder"
+_BATCHED = "batch_isend_irecv"
+_SCHEME = "env"
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_C = "torch._C._distributed_c10d"
+_SHARD = "torch.distributed.fsdp._fully_shard"
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_STAGE = "torch.distributed.pipelining.stage"
+_DDP = "torch.nn.parallel:DistributedDataParallel"
+
+
+def _uses() -> Iterator[Use]:
+    groups, nccl, newest = Feature.GROUPS, Feature.NCCL, (2, 15)
+    helper = ("backend", "backend_options", "device_id", "timeout", "store", "group_rank", "group_size")
+    yield Use(f"{_C10D}:{_HELPER}", "groups that can be rebuilt behind gloo and nccl", groups, takes=helper)
+    yield from _each(
+        f"{_C10D}:", ("_world", "_World.pg_map", "_World.pg_backend_config"), "dist.get_backend()", groups
+    )
+    yield Use(f"{_C10D}:{_RECORDER}", "not on the outer group, which has no C++ backend", groups, newest)
+    yield Use("torch.distributed.rendezvous:_rendezvous_handlers", "env:// gives the control store", groups)
+    built = ("_register_backend", "_set_default_backend", "_set_group_name", "_set_group_desc")
+    yield from _each(f"{_C}:ProcessGroup.", built, "build an inner group", groups)
+    answered = ("_get_backend", "_device_types", "_start_coalescing", "_end_coalescing")
+    yield from _each(f"{_C}:ProcessGroup.", answered, "answered by the group that user code holds", groups)
+    yield Use(f"{_C}:Backend._set_sequence_number_for_group", "build an inner group", groups)
+    yield Use(f"{_C}:ProcessGroupGloo._set_default_timeout", "one bound to connect, another to work", groups)
+    yield Use(f"{_C}:FakeProcessGroup._create_internal", "a backend for a rehearsal without peers", groups)
+    yield Use(f"{_C}:_set_global_rank", "the rank of a spare that was called", groups)
+    yield Use("torch._C:_current_graph_task_id", "find an optimizer that steps during backward", groups)
+    yield Use("torch._dynamo.callback:callback_handler", "a compilation is no hang", groups)
+    yield Use(f"{_C10D}:_coalescing_manager", "batched sends and receives in one launch", nccl)
+    yield Use(f"{_C10D}:ProcessGroupNCCL.abort", "leave a collective of NCCL", nccl)
+    yield Use(f"{_C10D}:ProcessGroupNCCL2", "the implementation behind the name nccl", nccl, (2, 14))
+    yield Use(f"{_C}:FlightRecorderHook.attach", "record the collectives of NCCL2", nccl, (2, 14))
+
+    ddp = Feature.DDP
+    yield Use(f"{_DDP}._comm_hooks", "refuse a hook with a state", ddp)
+    yield Use(f"{_DDP}._has_rebuilt_buckets", "the order of the sums in a replacement", ddp)
+    yield Use(f"{_DDP}._register_builtin_comm_hook", "refuse a hook that runs in C++", ddp)
+    yield Use("torch.distributed:Reducer._reset_state", "forget an aborted backward", ddp)
+    yield Use("torch.distributed:Reducer._rebuild_buckets", "as _has_rebuilt_buckets", ddp)
+
+    fsdp, forget = Feature.FSDP2, "forget an aborted pass"
+    yield Use("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "find what one module holds", fsdp)
+    state = ("_training_state", "_modules_to_run_forward", "_fsdp_param_groups", "_is_root")
+    yield from _each(f"{_SHARD}._fsdp_state:FSDPState.", (*state, "_comm_ctx", "_state_ctx"), forget, fsdp)
+    yield Use(f"{_SHARD}._fsdp_common:TrainingState.IDLE", forget, fsdp)
+    group = ("_training_state", "_all_gather_result", "_post_forward_indices", "_partial_reduce_output")
+    events = ("_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state")
+    yield from _each(f"{_SHARD}._fsdp_param_group:FSDPParamGroup.", (*group, *events), forget, fsdp)
+    yield Use(f"{_SHARD}._fsdp_param:FSDPParam._unsharded_param", "drop gradients of an aborted pass", fsdp)
+
+    composable = "torch.distributed._composable.replicate_with_fsdp"
+    yield Use(f"{composable}:replicate", "the drill's data parallelism in a mesh", fsdp)
+
+    pipelines, forget = Feature.PIPELINES, "forget an aborted step"
+    yield Use(f"{_SCHEDULES}:_PipelineSchedule._internal_losses", forget, pipelines)
+    for kind, word in (("PipelineScheduleSingle", "_stage"), ("PipelineScheduleMulti", "_stages")):
+        flags = (word, f"{word}_forward_initialized", f"{word}_backward_initialized")
+        yield from _each(f"{_SCHEDULES}:{kind}.", flags, "greet the neighbours again", pipelines)
+    held = ("bwd_cache", "backward_state", "dw_runner", "args_recv_info", "grad_recv_info")
+    yield from _each(f"{_STAGE}:_PipelineStageBase.", held, forget, pipelines)
+    yield Use(f"{_STAGE}:_PipelineStageBase._gradient_reduction_handle", forget, pipelines, newest)
+
+    state_of = Feature.STATE
+    yield Use("torch.distributed.tensor:DTensor._local_tensor", "the memory of this rank", state_of)
+    yield Use("torch.distributed.tensor:Shard._split_tensor", "which region a rank holds", state_of)
+    yield Use("torch.nn:Module._non_persistent_buffers_set", "what state_dict() leaves out", state_of)
+    yield Use("torch.nn:Module._buffers", "the tensor that is in a buffer's place now", state_of)
+    yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
+    yield Use("torch.amp:GradScaler._per_optimizer_states", "forget that gradients were unscaled", state_of)
+    yield from _each("torch.amp:GradScaler.", SCALER_TENSORS, "its state, without a wait", state_of)
+
+    data = "torch.utils.data.dataloader"
+    yield Use(f"{data}:_get_distributed_settings", "a spare is not asked for its rank", Feature.DATA)
+    yield Use(f"{data}:_MultiProcessingDataLoaderIter._shutdown_workers", "end them at once", Feature.DATA)
+    yield Use("torch.utils._pytree:tree_map_only", "tensors of a batch of any shape", Feature.DATA)
+
+
+def _each(owner: str, names: Sequence[str], purpose: str, feature: Feature) -> Iterator[Use]:
+    return (Use(f"{owner}{name}", purpose, feature) for name in names)
+
+
+SCALER_TENSORS = ("_scale", "_growth_tracker")
+"""The state of a ``GradScaler`` that lies on the device."""
+
+USES: tuple[Use, ...] = tuple(_uses())
+
+
+def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
+    """The names that this version of torch should have."""
+    return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
+
+
+def failures(feature: Feature | None = None) -> list[str]:
+    """What is wrong with each name that fails its probe on the installed torch.
+
+    Names of NCCL count where this build has NCCL, or where they are asked for.
+    """
+    skipped = set() if dist.is_nccl_available() or feature is not None else {Feature.NCCL}
+    uses = uses_of(version_of(torch.__version__), feature)
+    return [wrong for use in uses if use.feature not in skipped and (wrong := probe(use))]
+
+
+# ---------------------------------------------------------------- making groups
+
+
+def helper() -> Any:
+    """The function of torch that makes every process group."""
+    return getattr(c10d, _HELPER, None)
+
+
+def replace_helper(make: Callable[..., Any], outer: type[dist.ProcessGroup]) -> None:
+    """Put ``make`` in the place of torch's helper; torch's flight recorder leaves groups of type ``outer`` alone.
+
+    The hook of the recorder reads the C++ backend of the group that user code holds; an outer group has none.
+    """
+    setattr(c10d, _HELPER, make)
+    recorder = getattr(c10d, _RECORDER, None)
+    if recorder is None:
+        return
+
+    @functools.wraps(recorder)
+    def attach(pg: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(pg, outer):
+            recorder(pg, *args, **kwargs)
+
+    setattr(c10d, _RECORDER, attach)
+
+
+def note_backend(group: dist.ProcessGroup, asked: str, store: Any, config: str) -> None:
+    """From now on ``dist.get_backend(group)`` says ``asked``."""
+    c10d._world.pg_map[group] = (asked, store)
+    c10d._world.pg_backend_config[group] = config
+
+
+def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
+    """Let ``batch_isend_irecv`` coalesce on groups of type ``outer`` too; from torch 2.14 on it does.
+
+    Before, only groups of exactly torch's own type were coalesced. Sends and receives that are launched one by one on
+    one stream of NCCL can each wait for the other side's first one.
+    """
+    original = getattr(c10d, _BATCHED)
+    if version_of(torch.__version__) >= (2, 14):
+        return
+
+    @functools.wraps(original)
+    def batched(operations: list[dist.P2POp]) -> list[Any]:
+        group = (operations[0].group if operations else None) or dist.group.WORLD
+        if not isinstance(group, outer):
+            return cast(list[Any], original(operations))
+        device = operations[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return cast(list[Any], original(operations))
+        c10d._check_p2p_op_list(operations)
+        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+            for each in operations:
+                peer = "group_dst" if each.op is dist.isend else "group_src"
+                each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
+        return cast(list[Any], manager.works)
+
+    setattr(c10d, _BATCHED, batched)
+    setattr(dist, _BATCHED, batched)
+
+
+def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: bool) -> dist.ProcessGroup:
+    """A plain C++ group without backends yet."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    kinds = dist.ProcessGroup.BackendType
+    group._set_default_backend(kinds.NCCL if nccl else kinds.GLOO)
+    group._set_group_name(c10d.GroupName(name))
+    group._set_group_desc(name)
+    return group
+
+
+def give_backend(group: dist.ProcessGroup, device: str, backend: Backend, nccl: bool) -> None:
+    """Collectives on tensors of ``device`` go through ``backend``."""
+    kinds = dist.ProcessGroup.BackendType
+    group._register_backend(torch.device(device), kinds.NCCL if nccl else kinds.GLOO, backend)
+
+
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Collectives of a group by their names of today; what torch called them before 2.13, and still does in places."""
+
+
+def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
+    """A method of an inner group, whatever this version of torch calls it."""
+    return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
+
+
+def give_old_names(outer: type[dist.ProcessGroup]) -> None:
+    """Callers inside of torch use both names."""
+    for name, old in _OLD_NAMES.items():
+        setattr(outer, old, getattr(outer, name))
+
+
+def number_collectives(backend: Backend) -> None:
+    """Begin to count the collectives of a backend."""
+    backend._set_sequence_number_for_group()
+
+
+def name_backend(backend: Any, ranks: Sequence[int], name: str) -> None:
+    """What the backend calls itself in its messages and records."""
+    backend.options.global_ranks_in_group = list(ranks)
+    backend.options.group_name = c10d.GroupName(name)
+
+
+def bound_work(backend: Any, timeout: timedelta) -> None:
+    """Collectives from now on end after ``timeout``."""
+    backend._set_default_timeout(timeout)
+
+
+def rehearsal_backend(rank: int, world_size: int) -> Backend:
+    """A backend that communicates with no peer."""
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    return cast(Backend, fake._create_internal(rank, world_size))
+
+
+def set_global_rank(rank: int) -> None:
+    """The rank that torch writes into its records."""
+    torch._C._distributed_c10d._set_global_rank(rank)
+
+
+def rendezvous_handlers() -> tuple[dict[str, Any], str]:
+    """The table of rendezvous handlers by scheme, and the scheme of ``env://``.
+
+    Raises:
+        UnsupportedError: this torch has no such table.
+    """
+    module = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # the attribute of that name is a function
+    handlers = getattr(module, "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict) or _SCHEME not in handlers:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows",
+            hint="install a released version: pip install 'holdfast[torch]'",
+        )
+    return handlers, _SCHEME
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: torch.device | None) -> Any:
+    """A backend of the kind that torch puts behind the name ``nccl``.
+
+    From 2.14 on that is ``ProcessGroupNCCL2``, unless the user has chosen the old one with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        device: the device that the default group is bound to, or None: then the one of this process.
+    """
+    newer = getattr(c10d, "ProcessGroupNCCL2", None)
+    if newer is None or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+    return newer(
+        store, rank, world_size, options, device or torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: str) -> Any:
+    """Options of an NCCL backend: the user's, or the defaults; with our bound and name."""
+    if options is None:
+        options = c10d.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    return options
+
+
+# ---------------------------------------------------------------- autograd and compilation
+
+
+def in_backward() -> bool:
+    """True inside of a backward pass of this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# ---------------------------------------------------------------- DDP
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Communication hooks of a DDP module and their states."""
+    return list(ddp._comm_hooks)
+
+
+def reset_reducer(ddp: DistributedDataParallel) -> None:
+    """Forget the gradients that have come so far; keep the buckets."""
+    ddp.reducer._reset_state()
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """True when the layout of the buckets is final."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Set the layout of the buckets now; a collective."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
+def refuse_builtin_hooks(outer: type[dist.ProcessGroup], refusal: Callable[[Any], Exception]) -> None:
+    """Raise ``refusal(hook type)`` where a hook in C++ is registered on a group of type ``outer``."""
+    original: Callable[..., Any] = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(original)
+    def refuse(self: DistributedDataParallel, comm_hook_type: Any) -> None:
+        if isinstance(self.process_group, outer):
+            raise refusal(comm_hook_type)
+        original(self, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = refuse  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def sharded_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one ``fully_shard`` module."""
+    state: Any = module._get_fsdp_state()
+    return list(state._fsdp_param_groups)
+
+
+def reset_sharded(modules: Sequence[FSDPModule]) -> None:
+    """Each module as after a backward that ended, then sharded again; then what the modules of one root share.
+
+    torch's own ``FSDPModule.reset_iter_state`` (2.13) waits for the events of side streams before it drops what they
+    write to: it comes first, for each root. It leaves gradients of an aborted backward, and modules without a root.
+
+    Raises:
+        AttributeError: this torch keeps FSDP2's state in another way.
+    """
+    common = importlib.import_module(f"{_SHARD}._fsdp_common")
+    idle = common.TrainingState.IDLE
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    for module, state in zip(modules, states, strict=True):
+        if state._is_root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+    for module, state in zip(modules, states, strict=True):
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        for group in state._fsdp_param_groups:
+            _reset_param_group(group, idle)
+        module.reshard()
+    for state in states:
+        if state._is_root is None:  # before its first forward there is nothing to forget
+            continue
+        shared = state._comm_ctx
+        shared.post_forward_order.clear()
+        shared.all_gather_state = None
+        shared.reduce_scatter_states.clear()
+        getattr(shared, "_last_post_reduce_events", {}).clear()
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._state_ctx.iter_forward_root = None
+
+
+def _reset_param_group(group: Any, idle: Any) -> None:
+    for name in ("_all_gather_result", "_partial_reduce_output", "_post_reduce_event"):
+        _clear(group, name)
+    for name in ("_reshard_after_forward_event", "_all_reduce_state"):
+        _clear(group, name)
+    group._training_state = idle
+    group._post_forward_indices.clear()
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):  # exists after the first unshard
+            parameter._unsharded_param.grad = None
+        if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+            _clear(parameter, "unsharded_accumulated_grad")
+
+
+def _clear(owner: Any, name: str) -> None:
+    getattr(owner, name)  # an unknown name is an error, not a new attribute
+    setattr(owner, name, None)
+
+
+def replicate(model: nn.Module, mesh: Any) -> nn.Module:
+    """Plain data parallelism by the machinery of FSDP2, inside a mesh that has other dimensions too."""
+    module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    return cast(nn.Module, module.replicate(model, mesh=mesh))
+
+
+# ---------------------------------------------------------------- pipelines
+
+PIPELINE_SCHEDULE = (_SCHEDULES, "_PipelineSchedule")
+PIPELINE_STAGE = (_STAGE, "_PipelineStageBase")
+"""Module and class, for objects that are looked for without the import of a module that is slow to import."""
+
+
+def reset_schedule(schedule: Any) -> None:
+    """Forget the losses, receives and activations of an aborted step.
+
+    Raises:
+        AttributeError: this torch keeps a schedule's state in another way.
+    """
+    schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
+        if hasattr(schedule, name):  # of schedules with several stages per rank
+            getattr(schedule, name).clear()
+    several = hasattr(schedule, "_stages")
+    word = "stages" if several else "stage"
+    for half in ("forward", "backward"):
+        flag = f"_{word}_{half}_initialized"
+        getattr(schedule, flag)
+        setattr(schedule, flag, False)
+    for stage in schedule._stages if several else [schedule._stage]:
+        _forget_transfers(stage)
+        stage.clear_runtime_states()
+        for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            cache.clear()
+
+
+def _forget_transfers(stage: Any) -> None:
+    """From torch 2.15 on a stage owns receive buffers and a reduction while a step is under way."""
+    for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in received:
+            if hasattr(info, "take_buffer"):  # before, its buffer stays for the next step
+                info.buffer = None
+    if getattr(stage, "_gradient_reduction_handle", None) is not None:
+        stage._gradient_reduction_handle = None
+        if isinstance(stage.submod, FSDPModule):
+            cast(Any, stage.submod).set_manual_backward_finalization(False)
+
+
+# ---------------------------------------------------------------- state
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of this rank, with its own count of writes; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
+def split_tensor(placement: Any, tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """``tensor`` cut by the placement's own rule, without padding."""
+    cut, _ = placement._split_tensor(tensor, parts, with_padding=False)
+    return cast(list[torch.Tensor], cut)
+
+
+def copy_many(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its destination, in one call."""
+    torch._foreach_copy_(destinations, sources)
+
+
+def unlisted_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that ``state_dict`` leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """The module's own buffers by name."""
+    return module._buffers
+
+
+WRAPPERS: Mapping[str, str] = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrapper class -> attribute of what is inside (the classes themselves live in modules that are slow to import)."""
+
+UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
+"""What DDP gives its own hook for mixed precision; its module is slow to import. It holds nothing between two steps."""
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Forget that gradients were unscaled."""
+    scaler._per_optimizer_states.clear()
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """True for a parameter of ``_apply_optimizer_in_backward``."""
+    return bool(getattr(parameter, "_in_backward_optimizers", None))
+
+
+# ---------------------------------------------------------------- data
+
+
+def stop_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    stop = getattr(iterator, "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+
+
+def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """A loader's iterator asks for the rank through this function."""
+    dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)
