@@ -197,6 +197,7 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
         with step:
             model(torch.ones(4, 2)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         pathlib.Path(f"at-{dist.get_rank()}").touch()
         time.sleep(0.01)
 """

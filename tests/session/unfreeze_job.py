@@ -50,6 +50,7 @@ def main(died: Path) -> None:
         for step in s.steps(data, until=STEPS):
             if step.number == UNFREEZE_AT:
                 optimizer.add_param_group({"params": list(body.parameters())})
+                optimizer.zero_grad()  # what the earlier backwards have added up there
             with step as x:
                 model(x).square().mean().backward()
                 optimizer.step()

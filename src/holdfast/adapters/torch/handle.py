@@ -486,8 +486,9 @@ class ReconfigurableGroup(OuterGroup):
         return int(group._get_sequence_number_for_group())
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        group: Any = self._live()
-        group._add_ephemeral_timeout(timeout)
+        if self.inner is not None:  # a rehearsal waits for no peer
+            group: Any = self._live()
+            group._add_ephemeral_timeout(timeout)
 
     # ------------------------------------------------------------------ life
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import local_of
 from holdfast.errors import StepError
 
@@ -72,7 +73,4 @@ def _any(gradients: Iterable[torch.Tensor]) -> bool:
             values = gradient._values() if gradient.is_sparse else local_of(gradient)
             if values.numel():
                 by_device.setdefault(values.device, []).append(values)
-        return any(
-            bool(torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))]).any())
-            for values in by_device.values()
-        )
+        return any(bool(private.largest(values).any()) for values in by_device.values())

@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from itertools import chain as joined
 from itertools import cycle, islice
@@ -149,7 +149,11 @@ class SeededBatches(Seeded):
         return self.inner.__getitems__([ref.index for ref in refs])
 
 
-_SEEDED: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
+_SEEDED: MutableMapping[torch.Generator, tuple[int, int]] = (
+    WeakKeyDictionary()
+    if torch.Generator.__weakrefoffset__
+    else {}  # torch 2.12: no weak references to generators
+)
 """The user's seed of each generator, and what we last seeded it with: a second loop over the same loader must find the
 first, as a process that is resumed in that loop does."""
 

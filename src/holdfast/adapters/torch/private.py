@@ -113,6 +113,8 @@ def _uses() -> Iterator[Use]:
     yield Use("torch.nn:Module._non_persistent_buffers_set", "what state_dict() leaves out", state_of)
     yield Use("torch.nn:Module._buffers", "the tensor that is in a buffer's place now", state_of)
     yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
+    yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
+    yield Use("torch.cuda:_lazy_init", "a spare waits before it uses a GPU", state_of)
     yield Use("torch.amp:GradScaler._per_optimizer_states", "forget that gradients were unscaled", state_of)
     yield from _each("torch.amp:GradScaler.", SCALER_TENSORS, "its state, without a wait", state_of)
 
@@ -318,6 +320,27 @@ def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: s
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return options
+
+
+# ---------------------------------------------------------------- devices
+
+
+def before_first_use_of_cuda(wait: Callable[[], None]) -> None:
+    """Call ``wait()`` before CUDA is initialised, from Python or from C++."""
+    original = torch.cuda._lazy_init
+
+    @functools.wraps(original)
+    def initialise() -> None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            wait()
+        original()  # type: ignore[no-untyped-call]
+
+    torch.cuda._lazy_init = initialise
+
+
+def largest(values: list[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each of some tensors of one device: shape ``(len(values),)``, float32."""
+    return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
 # ---------------------------------------------------------------- autograd and compilation

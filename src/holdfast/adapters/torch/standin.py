@@ -34,15 +34,7 @@ def install(stand_in: StandIn) -> None:
 
 def hold_before_device(stand_in: StandIn) -> None:
     """The first use of CUDA, from Python or from C++, waits until the spare is called."""
-    initialise = torch.cuda._lazy_init
-
-    @functools.wraps(initialise)
-    def wait() -> None:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            stand_in.hold()
-        initialise()  # type: ignore[no-untyped-call]
-
-    torch.cuda._lazy_init = wait
+    private.before_first_use_of_cuda(stand_in.hold)
 
 
 def _answer_later(stand_in: StandIn) -> None:
