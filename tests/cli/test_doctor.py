@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,3 +69,27 @@ def test_temporary_files_of_long_names(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.grade == "poor" and "TMPDIR" in found.advice
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     assert doctor._temporary().grade == "good"
+
+
+def test_what_the_same_bits_need_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in doctor.DETERMINISTIC:
+        monkeypatch.delenv(name, raising=False)
+    cudnn = SimpleNamespace(benchmark=False)
+    cuda = SimpleNamespace(is_available=lambda: False)
+    torch = SimpleNamespace(cuda=cuda, backends=SimpleNamespace(cudnn=cudnn))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert list(doctor._same_bits()) == [], "without a GPU there is nothing to choose"
+    cuda.is_available = lambda: True
+    (found,) = doctor._same_bits()
+    assert found.grade == "poor" and "CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring" in found.advice
+    for name, value in doctor.DETERMINISTIC.items():
+        monkeypatch.setenv(name, value)
+    (found,) = doctor._same_bits()
+    assert found.grade == "good" and "use_deterministic_algorithms(True)" in found.found
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    (found,) = doctor._same_bits()
+    assert found.grade == "poor" and "export CUBLAS_WORKSPACE_CONFIG=:4096:8;" in found.advice
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    cudnn.benchmark = True
+    (found,) = doctor._same_bits()
+    assert found.grade == "poor" and "cuDNN chooses" in found.found and "export" not in found.advice

@@ -38,6 +38,9 @@ SHARED_LEAST_BYTES = 64 << 20
 PROBE_SIZE_BYTES = 16 << 20
 TEMPORARY_LENGTH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # a path of a Unix socket has 107 bytes
 SLOW_BYTES_PER_S = 50e6
+WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""Variables of the workers with a value that suffices. The algorithm of NCCL decides the order of its sums."""
 SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")}
 
 Grade = Literal["good", "poor", "bad"]
@@ -85,6 +88,7 @@ def examine(checkpoint: str | None) -> Iterator[Finding]:
     looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files, _temporary]
     for look in looks:
         yield look()
+    yield from _same_bits()
     if checkpoint is not None:
         yield _checkpoints(place_of(checkpoint))
 
@@ -122,6 +126,27 @@ def _groups() -> Finding:
     except HoldfastError as error:
         return Finding("process groups", "bad", error.message, error.hint)
     return Finding("process groups", "good", "broken collectives can be left, groups rebuilt")
+
+
+def _same_bits() -> Iterator[Finding]:
+    """Where there is a GPU: the settings that the same bits in another process need."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    settings = {name: os.environ.get(name, "") for name in DETERMINISTIC}
+    if settings["CUBLAS_WORKSPACE_CONFIG"] not in WORKSPACES:
+        settings["CUBLAS_WORKSPACE_CONFIG"] = ""
+    lacking = [f"{name}={DETERMINISTIC[name]}" for name, value in settings.items() if not value]
+    script = "torch.use_deterministic_algorithms(True)"
+    if not lacking and not torch.backends.cudnn.benchmark:
+        found = f"a replaced rank computes the same bits, where the script says {script}"
+        yield Finding("same bits", "good", found)
+        return
+    chosen = "cuDNN chooses by speed" if not lacking else "cuBLAS and NCCL choose their algorithms"
+    found = f"a replaced rank may compute other last bits: {chosen} in each process"
+    export = f"export {' '.join(lacking)}; " if lacking else ""
+    advice = f"{export}in the script {script} and torch.backends.cudnn.benchmark = False"
+    yield Finding("same bits", "poor", found, advice)
 
 
 def _shared_memory() -> Finding:
