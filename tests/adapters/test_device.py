@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.adapters.torch import adapter as adapters
+from holdfast.adapters.base import Hooks
 from holdfast.adapters.torch import boxes
+from holdfast.adapters.torch import state as states
 from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.adapters.torch.boxes import byte_view, stretch
 from holdfast.adapters.torch.device import await_devices, named_errors
 from holdfast.adapters.torch.state import Collected
 from holdfast.errors import StateError
 from holdfast.store.copies import Extent
-from holdfast.store.layout import Box
+from holdfast.store.layout import Box, Catalogue
 from tests.adapters.allocations import Allocations
 
 pytestmark = pytest.mark.torch
@@ -32,6 +33,11 @@ class FakeModule:
 
     def __init__(self) -> None:
         self.waits: list[str] = []
+        self.stream = "default"  # the current one of this thread
+
+    def current_stream(self, device: torch.device) -> str:
+        """Compares equal for the same stream, as torch's do."""
+        return f"{self.stream} of {device}"
 
     def synchronize(self, device: torch.device) -> None:
         """All of a device."""
@@ -46,7 +52,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     def found(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
         return set(GPUS) if any(isinstance(tensor, nn.Parameter) for tensor in tensors) else set()
 
-    monkeypatch.setattr(adapters, "devices_of", found)
+    monkeypatch.setattr(states, "devices_of", found)
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     return fake
 
@@ -88,6 +94,7 @@ def test_what_pieces_of_a_box_cost_does_not_grow_with_the_box() -> None:
 def test_all_streams_of_all_devices_are_awaited_where_state_is_read_or_put_back(cuda: FakeModule) -> None:
     """The current stream is a property of a thread: the one that trains may have chosen another."""
     adapter = make_adapter()
+    adapter._devices.note_streams()
     every = [str(device) for device in GPUS]
     adapter.begin(1)
     assert cuda.waits == []
@@ -96,7 +103,56 @@ def test_all_streams_of_all_devices_are_awaited_where_state_is_read_or_put_back(
     adapter.collect(frozen=True)
     assert cuda.waits == 2 * every
     adapter.abort()
-    assert cuda.waits == 3 * every
+    assert cuda.waits == 4 * every, "before the state is put back, and before the block that follows"
+
+
+def test_copies_are_ordered_with_training_on_a_stream_of_the_script(cuda: FakeModule) -> None:
+    """A scale or an average was copied at the start of a block while the update before still wrote it."""
+    adapter = make_adapter()
+    nothing = Hooks(lambda: None, lambda name: None, lambda name: None)
+    adapter.attach(nothing, lambda reason: None, lambda count, what: None)
+    every = [str(device) for device in GPUS]
+    try:
+        adapter.begin(1)
+        assert cuda.waits == 2 * every, "before the first update it is not known where the script trains"
+        optimizer = adapter.state.optimizers["default"].optimizer
+        cuda.stream, cuda.waits = "side", []
+        optimizer.step()
+        for act in (adapter.end, lambda: adapter.remember(2), lambda: adapter.begin(2)):
+            act()
+            assert cuda.waits == [], "the stream of the training orders it"
+        optimizer.step()
+        cuda.stream = "default"
+        for act in (adapter.end, lambda: adapter.remember(2), lambda: adapter.begin(2)):
+            act()
+            assert cuda.waits[:2] == every, "on another stream it waits"
+            cuda.waits = []
+    finally:
+        adapter.detach()
+
+
+def test_a_device_that_the_weights_do_not_lie_on_is_awaited_too(
+    cuda: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter()
+    third = torch.device("cuda:2")
+    monkeypatch.setattr(states, "devices_of", lambda tensors: {*GPUS, third})
+    adapter.collect()
+    assert cuda.waits[-3:] == ["cuda:0", "cuda:1", "cuda:2"], "what was read before is read again"
+    cuda.waits = []
+    adapter.prepare_vote()
+    assert "cuda:2" in cuda.waits
+
+
+def test_a_load_is_over_before_the_script_trains_on_another_stream(cuda: FakeModule) -> None:
+    adapter = make_adapter()
+    collected = adapter.collect()
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    restore = adapter.restore(catalogue, collected.values)
+    restore.buffers()
+    cuda.waits = []
+    restore.finish()
+    assert cuda.waits == [str(device) for device in GPUS]
 
 
 def test_copies_wait_for_their_streams_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:

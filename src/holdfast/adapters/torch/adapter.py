@@ -19,7 +19,7 @@ from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
-from holdfast.adapters.torch.device import await_devices, devices_of, named_errors
+from holdfast.adapters.torch.device import Devices, named_errors
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import digest_of
 from holdfast.adapters.torch.handle import ReconfigurableGroup
@@ -86,7 +86,7 @@ class TorchAdapter:
         optimizers = named_optimizers(optimizer)
         refuse_searching(optimizers, self.world_size)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
-        self._devices = self._find_devices()  # a model may be moved: looked up again with each collection
+        self._devices = Devices(self.state.devices)
         self._snapshot = Snapshot(self.state)
         modules = [module for _, module in modules_of(model)]
         self._leftover = Leftover(modules, self._updated_parameters)
@@ -210,6 +210,7 @@ class TorchAdapter:
             self._refuse_unknown(optimizer)
             return None
         self._computed = True
+        self._devices.note_streams()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._agree(name)
@@ -256,15 +257,13 @@ class TorchAdapter:
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
         """The state now, or at the start of the current step."""
-        self._devices = self._find_devices()
         with named_errors("the state cannot be read"):
-            await_devices(self._devices)
-            copies = self._snapshot.copies() if frozen else None
-            return self.state.collect(copies, self._snapshot.before(before))
-
-    def _find_devices(self) -> set[torch.device]:
-        """Those that the model trains on now."""
-        return devices_of(self.state.names.parameters.values())
+            while True:
+                self._devices.wait()
+                copies = self._snapshot.copies() if frozen else None
+                collected = self.state.collect(copies, self._snapshot.before(before))
+                if not self._devices.add(collected.devices()):
+                    return collected  # else some of it was moved to a device that was not waited for
 
     def state_size(self) -> int:
         """Of optimizer state and of the modules' extra state."""
@@ -328,19 +327,23 @@ class TorchAdapter:
         self._backward_seen, self._computed = set(), False
         self._step = step
         self._leftover.begin()
+        self._devices.order()
         self._snapshot.take()
+        self._devices.order()
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
         """Seed, and copy what the script may change."""
         self._reseed(step, part, between=True)
         if again:
+            self._devices.order()
             self._sample.note()
         else:
             self.remember(step)
 
     def remember(self, step: int) -> None:
         """Copy learning rates, schedules and the user's state."""
+        self._devices.order()
         self._snapshot.take_before(step)
         self._sample.note()
 
@@ -369,9 +372,10 @@ class TorchAdapter:
         """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
         self._parts.check()
         self._fabric.note_wait()
+        self._devices.order()
         self._sync.run()
         self._snapshot.averages.settle()
-        await_devices(self._devices)
+        self._devices.wait()
 
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""
@@ -387,6 +391,7 @@ class TorchAdapter:
         """The update stands."""
         self.release()
         self._snapshot.undo.clear()
+        self._devices.order()
         self._sample.note()
         self._leftover.ended(self._step, updated=self._computed)
 
@@ -405,7 +410,7 @@ class TorchAdapter:
         """Heal wrappers and scaler, restore what the step changed, drop gradients."""
         self.release()
         self._fabric.quiesce()
-        await_devices(self._devices)  # no update on another stream may overtake what is put back below
+        self._devices.wait()  # no update on another stream may overtake what is put back below
         self._heal()
         if self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
@@ -413,6 +418,7 @@ class TorchAdapter:
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
+        self._devices.wait()  # nor may the block that follows
 
     # ------------------------------------------------------------------ groups
 

@@ -1,7 +1,8 @@
 """The devices of the state: what is in flight on them, and their errors.
 
 A process queues work on the streams of its devices and continues. The current stream is a property of a thread, so a
-thread that reads the state has to wait for streams that it does not know: it waits for all of each device.
+thread that reads the state has to wait for streams that it does not know: it waits for all of each device. The same
+holds for the thread that trains, when the script has trained on a stream of its choice and has left it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,37 @@ def await_devices(devices: Iterable[torch.device]) -> None:
     """
     for device in sorted(devices, key=str):
         torch.get_device_module(device).synchronize(device)
+
+
+class Devices:
+    """The devices that one state lies on, and the streams that its training is queued on."""
+
+    def __init__(self, found: Iterable[torch.device]) -> None:
+        self._found = set(found)
+        self._trained: list[object] | None = None  # streams; None: not known yet
+
+    def add(self, found: Iterable[torch.device]) -> bool:
+        """The state lies on these too. True when one of them was not known."""
+        known = len(self._found)
+        self._found.update(found)
+        return len(self._found) > known
+
+    def wait(self) -> None:
+        """Return when everything that is queued has run. Raises: RuntimeError, as :func:`await_devices`."""
+        await_devices(self._found)
+
+    def note_streams(self) -> None:
+        """The current streams of this thread are those of the training."""
+        self._trained = self._streams()
+
+    def order(self) -> None:
+        """Before this thread reads or writes state between the training's kernels: wait, if it is on other streams."""
+        if self._found and self._streams() != self._trained:
+            self.wait()
+
+    def _streams(self) -> list[object]:
+        found = sorted(self._found, key=str)
+        return [torch.get_device_module(device).current_stream(device) for device in found]
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ from holdfast.adapters.torch.boxes import (
     refuse_undeclared,
     writes_of,
 )
-from holdfast.adapters.torch.device import devices_of, named_errors
+from holdfast.adapters.torch.device import await_devices, devices_of, named_errors
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
@@ -186,6 +186,10 @@ class Collected:
             with named_errors(f"copies from {device} did not end well"):
                 torch.get_device_module(device).current_stream(device).synchronize()
 
+    def devices(self) -> set[torch.device]:
+        """The accelerators that the state lies on."""
+        return devices_of(self.tensors.values())
+
     def region(self, fqn: str, box: Box) -> torch.Tensor:
         """The memory of one box; shares storage with the state."""
         part = self.parts(fqn).get(box)
@@ -246,6 +250,9 @@ class TorchState:
         extras: the user's own: objects with ``state_dict``/``load_state_dict``, plain values, or random generators
             (those are seeded at each step and hold nothing to save).
 
+    Attributes:
+        devices: the accelerators that the state lay on at first.
+
     Raises:
         StateError: something that cannot be saved, by key path and type.
         UsageError: an argument of a wrong type.
@@ -274,14 +281,15 @@ class TorchState:
         self.generators: list[tuple[str, Generator]] = [
             (name, item) for name, item in self.extras.items() if isinstance(item, GENERATORS)
         ]
-        self._check()
+        self.devices = self._check()
 
-    def _check(self) -> None:
-        """What no checkpoint can hold is found now, and not by the first save."""
+    def _check(self) -> set[torch.device]:
+        """What no checkpoint can hold is found now, and not by the first save. Returns where the state lies."""
         collected = self.collect()
         encode_values(collected.values)
         for meta in collected.layout(0, 1).tensors:
             check_tensor(meta)
+        return collected.devices()
 
     def size(self) -> int:
         """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""
@@ -526,6 +534,7 @@ class Restore:
                     region.copy_(data)
         for act in self._finish:
             act()
+        await_devices(devices_of(self.targets.values()))  # the script may train on another stream
 
 
 def _is_number(dtype: torch.dtype) -> bool:
