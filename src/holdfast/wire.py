@@ -64,6 +64,7 @@ WireMessage = (
     | o.Late
     | o.Moved
     | o.Gather
+    | o.ShowRecords
     | o.Evidence
     | o.Paced
     | m.EndRun

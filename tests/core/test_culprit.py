@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.core.culprit import blame
 from holdfast.core.ids import MemberId
-from holdfast.core.sightings import CollectiveSeen, RankEvidence
+from holdfast.core.sightings import CollectiveSeen, DeviceSeen, RankEvidence
 
 
 def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
@@ -129,3 +129,52 @@ def test_a_script_without_a_session_is_behind_by_its_collectives() -> None:
     found = blame([seen(r, f"starting:0:{40 if r == 2 else 41}", usual_sequence=0) for r in range(3)])
     assert (found.answer, found.ranks) == ("kill", (2,))
     assert "collective 40 of a script without a session" in found.reason
+
+
+def device(given: int, begun: int, ended: int, group: str = "world.0") -> tuple[DeviceSeen, ...]:
+    return (DeviceSeen(group, given, begun, ended, "nccl:all_reduce of 4096 Float"),)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (
+            device(16, 16, 16),
+            "has not been given collective #17 (nccl:all_reduce of 4096 Float) of group world.0",
+        ),
+        (device(19, 16, 16), "has not begun collective #17"),
+    ],
+)
+def test_of_hosts_that_all_wait_for_their_devices_the_device_that_is_behind_is_named(
+    odd: tuple[DeviceSeen, ...], reason: str
+) -> None:
+    """A host that waits for its device may sleep or spin."""
+    for cpu in (0.0, 1.0):
+        ranks = [
+            seen(r, "vote:20:4", cpu=cpu, devices=odd if r == 2 else device(19, 17, 16)) for r in range(4)
+        ]
+        found = blame(ranks)
+        assert (found.answer, found.ranks, found.confidence) == ("kill", (2,), "likely")
+        assert reason in found.reason
+
+
+def test_a_device_that_waits_in_another_collective_is_not_the_cause() -> None:
+    """Rank 0 holds up rank 1 in their pair, and so rank 1 is late where rank 3 waits."""
+    waits, late = device(4, 4, 3, "row.0"), device(4, 3, 3, "row.0")
+    ranks = [
+        seen(0, devices=(*late, *device(9, 8, 8, "column.0"))),
+        seen(1, devices=(*waits, *device(9, 8, 8, "column.1"))),
+        seen(2, devices=device(9, 9, 8, "column.0")),
+        seen(3, devices=device(9, 9, 8, "column.1")),
+    ]
+    found = blame(ranks)
+    assert (found.answer, found.ranks) == ("kill", (0,))
+
+
+def test_devices_that_differ_in_nothing_blame_no_rank() -> None:
+    without_timing = blame([seen(r, devices=device(19, 16, 16)) for r in range(4)])
+    assert without_timing.answer == "retry" and "all 4 ranks wait" in without_timing.reason
+    inside = blame([seen(r, cpu=1.0, process="R", devices=device(19, 17, 16)) for r in range(4)])
+    assert inside.answer == "retry" and "devices of all 4 ranks are in collectives" in inside.reason
+    two = blame([seen(r, devices=device(19, 17 if r % 2 else 16, 16)) for r in range(4)])
+    assert two.answer == "retry" and "one of ranks 0, 2: its device has not begun" in two.reason

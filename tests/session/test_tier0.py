@@ -40,6 +40,9 @@ def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> Non
     )
     recorded = (run / "evidence" / "H001" / "rank-00001.collectives.txt").read_text().splitlines()
     assert "all_reduce of 4096 float32, under way" in recorded[-1] and "done after" in recorded[-2]
+    assert hangs[0]["records"] == [f"evidence/H001/rank-{rank:05d}.records.json" for rank in range(RANKS)]
+    held = json.loads((run / hangs[0]["records"][1]).read_text())
+    assert held["recorders"]["cpu"]["entries"][-1]["profiling_name"] == "gloo:all_reduce"
     assert all(
         f"rank {rank} done in life 1" in (run / "attempt-001" / f"rank-{rank:05d}.log").read_text()
         for rank in range(RANKS)

@@ -2,8 +2,9 @@
 
 Theory. All ranks run the same program and meet in collectives, so the one to blame is the one that differs. The
 strongest difference is the process itself (stopped, in an uninterruptible wait); then the place: a rank that has not
-come to where all others wait, or has gone past it; then what it does there (it computes while all others sleep). What
-comes before the place is the collective: of one group, all ranks must make the same ones in the same order.
+come to where all others wait, or has gone past it; then its device, where the hosts queue collectives and do not wait
+for them; then what it does there (it computes while all others sleep). What comes before the place is the collective:
+of one group, all ranks must make the same ones in the same order.
 Where nobody differs nobody is killed: when all compute, the job is slow and not stuck; when all wait, they are freed
 by a fence and try again.
 
@@ -20,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.sightings import RankEvidence
+from holdfast.core.sightings import DeviceSeen, RankEvidence
 
 Confidence = Literal["certain", "likely", "unclear"]
 Answer = Literal["kill", "retry", "wait"]
@@ -51,7 +52,7 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
         return Blame(answer="wait", reason="every rank waits for the control plane")
-    found = _by_process(seen) or _by_collective(seen) or _by_place(seen) or _by_work(seen)
+    found = _by_process(seen) or _by_collective(seen) or _by_place(seen) or _by_device(seen) or _by_work(seen)
     if found is not None:
         return found
     if all(_computes(e) for e in seen):
@@ -157,6 +158,36 @@ def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
         )
     # One of them holds up the others of its own group, and nothing tells which: a fence frees those that only wait.
     return Blame(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
+
+
+def _by_device(seen: Sequence[RankEvidence]) -> Blame | None:
+    """A device that has not got to a collective that other devices wait in."""
+    groups: dict[str, dict[int, DeviceSeen]] = {}
+    for one in seen:
+        for each in one.devices:
+            groups.setdefault(each.group, {})[one.rank] = each
+    inside = {r for by_rank in groups.values() for r, d in by_rank.items() if d.begun > d.ended}
+    late: dict[int, str] = {}
+    for group, by_rank in sorted(groups.items()):
+        oldest = min(d.ended for d in by_rank.values()) + 1
+        waits = next((d for d in by_rank.values() if d.ended + 1 == oldest and d.given >= oldest), None)
+        if waits is None:
+            continue
+        begun = any(d.begun >= oldest for d in by_rank.values() if d.ended < oldest)
+        for rank, device in by_rank.items():
+            name = f"collective #{oldest} ({waits.what}) of group {group}"
+            if device.given < oldest:
+                late.setdefault(rank, f"its device has not been given {name}, in which others wait")
+            elif begun and device.begun < oldest:
+                late.setdefault(rank, f"its device has not begun {name}, in which others wait")
+    odd = sorted(late.keys() - inside)  # a device that waits in another collective holds up nothing
+    if len(odd) == 1 and 2 <= len(seen):
+        return Blame(answer="kill", ranks=tuple(odd), confidence="likely", reason=late[odd[0]])
+    if odd:
+        return Blame(answer="retry", reason=f"one of ranks {', '.join(map(str, odd))}: {late[odd[0]]}")
+    if inside and len(inside) == len(seen):
+        return Blame(answer="retry", reason=f"the devices of {_count(seen)} are in collectives")
+    return None
 
 
 def _by_work(seen: Sequence[RankEvidence]) -> Blame | None:

@@ -218,6 +218,7 @@ def _fields(verdict: Blame, ranks: Sequence[RankEvidence]) -> dict[str, Field]:
         "reason": verdict.reason,
         "evidence": [line(e) for e in ranks[:LINES_MAX]],
         "stacks": [e.stacks for e in ranks[:LINES_MAX] if e.stacks],
+        "records": [e.records for e in ranks[:LINES_MAX] if e.records],
     }
 
 
@@ -231,5 +232,8 @@ def line(one: RankEvidence) -> str:
     waits = next((c for c in one.collectives if c.under_way), None)
     if waits is not None:
         parts.append(f"in {waits.what} #{waits.number} of group {waits.group} for {waits.age_s:.1f} s")
+    device = next((d for d in one.devices if d.given > d.ended), None)
+    if device is not None:
+        parts.append(f"device in #{device.ended + 1} of group {device.group} ({device.what})")
     parts.append(f"at {one.where}" if one.where else "no stack")
     return ", ".join(parts)

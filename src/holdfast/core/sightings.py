@@ -62,6 +62,37 @@ class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
     age_s: float = 0.0  # since it began
 
 
+class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
+    """Collectives of one group on the devices of a rank, by their numbers in the group.
+
+    Attributes:
+        group: its name.
+        given: the newest one that the host has given to the device.
+        begun: the newest one that is known to have begun there; without timing that is ``ended``.
+        ended: all up to this one are over.
+        what: the oldest one that is not over, or the newest.
+    """
+
+    group: str
+    given: int
+    begun: int
+    ended: int
+    what: str
+
+
+class Records(msgspec.Struct, frozen=True):
+    """What the flight recorders of a worker's framework hold: a summary of its devices, and all of it."""
+
+    devices: tuple[DeviceSeen, ...] = ()
+    recorders: dict[str, msgspec.Raw] = {}  # JSON by the name of the recorder
+
+
+class ShowRecords(Message, frozen=True):
+    """Write :class:`Records` beside the status page; an answer is the file."""
+
+    member_id: MemberId
+
+
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """One worker in a stall, from its status page, /proc and its stacks. ``process`` is the letter of its state."""
 
@@ -79,7 +110,9 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""  # innermost Python frame of the main thread; empty: it did not answer
     section: str = ""
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first
+    devices: tuple[DeviceSeen, ...] = ()  # where they are in the collectives of each group
     stacks: str = ""  # file with all stacks, below the run directory
+    records: str = ""  # file with the records of the framework, below the run directory
     child: int = 0  # a process that it has started, and that is stopped; 0: none
 
 

@@ -46,7 +46,7 @@ from holdfast.core.messages import (
     WorkerHello,
 )
 from holdfast.core.page import Word
-from holdfast.core.sightings import Gather
+from holdfast.core.sightings import Gather, ShowRecords
 from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spare
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
@@ -129,7 +129,12 @@ class AgentDaemon:
             fail=self._driver.fail,
         )
         self._watcher = Watcher(
-            run, self._node_id, self._settings.limits(), self._procs.living, self._driver.post
+            run,
+            self._node_id,
+            self._settings.limits(),
+            self._procs.living,
+            self._driver.post,
+            lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
         )
         self._council = Council(
             run,
@@ -344,7 +349,7 @@ class AgentDaemon:
             if member_id in self._dying:
                 self._bury(member_id)
 
-    def _reply(self, member_id: MemberId, reply: KvReply) -> bool:
+    def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
         """To a worker of this node, if it is one."""
         channel = self._workers.get(member_id)
         if channel is not None:

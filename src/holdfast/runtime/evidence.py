@@ -8,25 +8,31 @@ stopped process answers when it runs again, one in an uninterruptible wait not a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+import msgspec
+
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Flag, Word
+from holdfast.core.sightings import Records
 from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.runtime.rundir import RunDir, open_log, write_private
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 SAMPLE_S = 0.12  # CPU time is counted in hundredths of a second
 ANSWER_S = 0.5  # stacks are there within this, or the process does not answer
 POLL_S = 0.01
 STACKS_SIZE_BYTES_MAX = 256 * 1024
+RECORDS_SIZE_BYTES_MAX = 16 << 20
 WHERE_LENGTH_MAX = 240
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _INNER = ("/torch/", "/holdfast/", "/lib/python", "<frozen")
@@ -50,6 +56,7 @@ class Finding(NamedTuple):
     cpu: float
     wchan: str
     stacks: str
+    records: Records
 
 
 def offer_stacks(path: Path, page: Page) -> None:
@@ -67,6 +74,21 @@ def offer_stacks(path: Path, page: Page) -> None:
 def stacks_path(run: RunDir, member_id: MemberId) -> Path:
     """Where a worker writes its stacks: beside its page, so that no slow disk is in the way."""
     return run.pages() / f"stacks-{member_id}"
+
+
+def offer_records(path: Path, read: Callable[[], Records]) -> None:
+    """In a worker that is asked for them: write ``read()`` to ``path``, in a thread that may wait for a device."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # no room, or the run ends: the evidence lacks it
+            write_private(path, msgspec.json.encode(read()))
+
+    threading.Thread(target=write, name="holdfast-records", daemon=True).start()
+
+
+def records_path(run: RunDir, member_id: MemberId) -> Path:
+    """Where a worker writes what its framework has recorded."""
+    return run.pages() / f"records-{member_id}"
 
 
 def sample(pid: int) -> Sample:
@@ -88,9 +110,23 @@ def compare(first: Sample, second: Sample) -> tuple[str, float]:
     return process, cpu
 
 
-async def find(run: RunDir, workers: Sequence[tuple[MemberId, int, Page]]) -> dict[MemberId, Finding]:
-    """Look at all workers (member, pid, page) at once; takes at most ``ANSWER_S``."""
+async def find(
+    run: RunDir,
+    workers: Sequence[tuple[MemberId, int, Page]],
+    ask: Callable[[MemberId], bool] | None = None,
+) -> dict[MemberId, Finding]:
+    """Look at all workers (member, pid, page) at once; takes at most ``ANSWER_S``.
+
+    Args:
+        ask: sends :class:`~holdfast.core.sightings.ShowRecords` to a worker; False where that is not possible.
+    """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
+    records: dict[MemberId, Path] = {}
+    for member_id, _, _ in workers if ask is not None else ():
+        path = records_path(run, member_id)
+        path.unlink(missing_ok=True)
+        if ask is not None and ask(member_id):
+            records[member_id] = path
     asked: dict[MemberId, tuple[Path, int]] = {}
     for member_id, pid, page in workers:
         path = stacks_path(run, member_id)
@@ -104,7 +140,7 @@ async def find(run: RunDir, workers: Sequence[tuple[MemberId, int, Page]]) -> di
     waits = {m for m in asked if before[m].process not in ("T", "t")}
     while (passed_s := time.monotonic() - start_s) < ANSWER_S:
         waits = {m for m in waits if not is_complete(_new_text(*asked[m]))}
-        if passed_s >= SAMPLE_S and not waits:
+        if passed_s >= SAMPLE_S and not waits and all(path.exists() for path in records.values()):
             break
         await asyncio.sleep(POLL_S)
     found = {}
@@ -112,8 +148,18 @@ async def find(run: RunDir, workers: Sequence[tuple[MemberId, int, Page]]) -> di
         after = sample(pid)
         process, cpu = compare(before[member_id], after)
         stacks = _new_text(*asked[member_id]) if member_id in asked else ""
-        found[member_id] = Finding(process, cpu, after.wchan, stacks)
+        shown = _read_records(records[member_id]) if member_id in records else Records()
+        found[member_id] = Finding(process, cpu, after.wchan, stacks, shown)
     return found
+
+
+def _read_records(path: Path) -> Records:
+    """Nothing where the worker did not answer."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(RECORDS_SIZE_BYTES_MAX), type=Records)
+    except (OSError, msgspec.MsgspecError):
+        return Records()
 
 
 def is_complete(stacks: str) -> bool:

@@ -6,20 +6,24 @@ Only names: nothing here loads a framework.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Literal, NamedTuple
 
+from holdfast.core.sightings import Records
 from holdfast.errors import ScriptError
 
 FrameworkName = Literal["torch", "mindspore", "tensorflow"]
 
 
 class Framework(NamedTuple):
-    """``install_module`` has ``install()``, called before user code; ``preloads`` are imported once per node."""
+    """``install_module`` has ``install()``, called before user code; ``preloads`` are imported once per node;
+    ``records_module`` has ``records()``, empty for a framework without a flight recorder."""
 
     package: str
     requirement: str
     install_module: str
     preloads: tuple[str, ...]
+    records_module: str = ""
 
 
 FRAMEWORKS: dict[FrameworkName, Framework] = {
@@ -38,6 +42,7 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
             "holdfast.adapters.torch",
             "holdfast.adapters.torch.groups",
         ),
+        "holdfast.adapters.torch.recorder",
     ),
     "mindspore": Framework(
         "mindspore",
@@ -81,3 +86,12 @@ def install_framework(name: FrameworkName) -> None:
             hint=f"pip install {framework.requirement}",
         ) from error
     module.install()
+
+
+def records(name: FrameworkName) -> Records:
+    """What the framework has recorded of its collectives; nothing where it is not loaded."""
+    framework = FRAMEWORKS[name]
+    if not framework.records_module or framework.package not in sys.modules:
+        return Records()
+    found: Records = importlib.import_module(framework.records_module).records()
+    return found

@@ -60,6 +60,7 @@ class Watcher:
     Args:
         living: the processes of this node, by member.
         post: takes what is to be told to the controller.
+        ask: asks a worker for its records; False where it is not connected.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Watcher:
         limits: Limits,
         living: Mapping[MemberId, Life],
         post: Callable[[Message], None],
+        ask: Callable[[MemberId], bool] | None = None,
     ) -> None:
         self._run = run
         self._node_id = node_id
         self._limits = limits
         self._living = living
         self._post = post
+        self._ask = ask
         self._progress = Progress(limits)
         self._pages: dict[MemberId, Page] = {}
         self._generation = Generation(0, 0)
@@ -194,7 +197,7 @@ class Watcher:
             if member_id in self._living:
                 with contextlib.closing(Page.open(self._run.page_path(member_id))) as page:
                     pid = page[Word.PID] or self._living[member_id].pid
-                    finding = (await find(self._run, [(member_id, pid, page)]))[member_id]
+                    finding = (await find(self._run, [(member_id, pid, page)], self._ask))[member_id]
                     since_ns = page[Word.ENTERED_NS] or time.monotonic_ns()
                     idle_s = (time.monotonic_ns() - since_ns) / 1e9
                     child = stopped_children({pid}).get(pid, 0)
@@ -218,7 +221,7 @@ class Watcher:
             for member_id, page in sorted(self._pages.items())
             if member_id in self._living and not is_spare(member_id)
         ]
-        found = await find(self._run, workers)
+        found = await find(self._run, workers, self._ask)
         late = self._progress.late()
         if not self._progress.stalled and not late:
             return  # somebody moved meanwhile: the controller was told
@@ -262,7 +265,9 @@ class Watcher:
             where=where(finding.stacks),
             section=seen.section,
             collectives=self._collectives(place, seen.rank, page),
+            devices=finding.records.devices,
             stacks=self._keep(place, seen.rank, finding),
+            records=self._keep_records(place, seen.rank, finding),
             child=child,
         )
 
@@ -282,6 +287,14 @@ class Watcher:
         if not finding.stacks:
             return ""
         return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
+
+    def _keep_records(self, place: str, rank: int, finding: Finding) -> str:
+        """The same for what the framework has recorded."""
+        if not finding.records.recorders:
+            return ""
+        return self._write(
+            place, f"rank-{rank:05d}.records.json", msgspec.json.encode(finding.records).decode()
+        )
 
     def _write(self, place: str, file: str, text: str) -> str:
         name = Path("evidence") / place / file

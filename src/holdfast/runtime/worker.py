@@ -17,13 +17,14 @@ from typing import Literal, cast
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import Phase, Word
+from holdfast.core.sightings import ShowRecords
 from holdfast.errors import GroupError, ScriptError
 from holdfast.exits import Exit
 from holdfast.runtime import environment
 from holdfast.runtime.client import Client
-from holdfast.runtime.evidence import offer_stacks, stacks_path
+from holdfast.runtime.evidence import offer_records, offer_stacks, records_path, stacks_path
 from holdfast.runtime.failing import show, tell
-from holdfast.runtime.frameworks import install_framework
+from holdfast.runtime.frameworks import install_framework, records
 from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, environment_path, open_log
@@ -132,8 +133,13 @@ def main() -> int:
     if client.stand_in is not None:
         use(client.stand_in)
     hold(client.page.path)
+    run = RunDir(os.environ["HOLDFAST_RUN_DIR"])
+    client.on(
+        ShowRecords,
+        lambda order: offer_records(records_path(run, order.member_id), lambda: records(settings.framework)),
+    )
     client.start()
-    offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
+    offer_stacks(stacks_path(run, client.member_id), client.page)
     try:
         if client.stand_in is None:
             _record_start(client)

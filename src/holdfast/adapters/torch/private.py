@@ -77,6 +77,8 @@ def _uses() -> Iterator[Use]:
     yield Use(f"{_C10D}:ProcessGroupNCCL.abort", "leave a collective of NCCL", nccl)
     yield Use(f"{_C10D}:ProcessGroupNCCL2", "the implementation behind the name nccl", nccl, (2, 14))
     yield Use(f"{_C}:FlightRecorderHook.attach", "record the collectives of NCCL2", nccl, (2, 14))
+    yield Use(f"{_C}:_dump_nccl_trace_json", "where the devices of a rank that hangs are", nccl)
+    yield Use(f"{_C}:_dump_fr_trace_json", "evidence of a hang", groups)
 
     ddp = Feature.DDP
     yield Use(f"{_DDP}._comm_hooks", "refuse a hook with a state", ddp)
@@ -320,6 +322,17 @@ def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: s
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return options
+
+
+def recorded_collectives() -> dict[str, bytes]:
+    """What torch's flight recorders of this process hold, as JSON; by the backend that records."""
+    native: Any = torch._C._distributed_c10d
+    found = {"cpu": native._dump_fr_trace_json()}
+    if hasattr(native, "_dump_nccl_trace_json"):  # a build with NCCL
+        found["nccl"] = native._dump_nccl_trace_json()
+        if version_of(torch.__version__) >= (2, 15):  # before, it is in the first one
+            found["nccl2"] = native._dump_fr_trace_json(backend="nccl2")
+    return found
 
 
 # ---------------------------------------------------------------- devices
