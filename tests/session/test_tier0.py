@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
+LOOKS = str(Path(__file__).with_name("tier0_look.py"))
 HANGS = str(Path(__file__).with_name("tier0_hang.py"))
 SCRIPT = str(Path(__file__).with_name("tier0.py"))
 RANKS = 3
@@ -26,6 +28,18 @@ def test_a_plain_script_restarts_and_no_survivor_crashes(tmp_path: Path) -> None
     assert signals.count(9) >= 1
     assert 11 not in signals, "a broken bucket crashed DDP's reducer"
     assert all(f"rank {rank} done in life 1 on gloo" in log for rank, log in enumerate(logs)), logs
+
+
+def test_a_plain_script_sees_what_torchrun_would_show(tmp_path: Path) -> None:
+    (tmp_path / "look.py").symlink_to(LOOKS)
+    done = run_job(tmp_path, 2, "--run-id", "it", "look.py", "--lr", "0.1")
+    assert done.returncode == 0, done.stdout
+    seen = [json.loads((tmp_path / f"look-{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0]["seed"] != seen[1]["seed"] and seen[0]["drawn"] != seen[1]["drawn"]
+    for rank, one in enumerate(seen):
+        assert one["argv"] == ["look.py", "--lr", "0.1"] and one["unhandled"] == [True, True]
+        assert (one["title"], one["name"]) == (f"look.py [rank {rank}] --lr 0.1", f"look.py:{rank}")
+        assert one["device"] == "ValueError" and one["home"] == os.environ["HOME"]
 
 
 def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> None:

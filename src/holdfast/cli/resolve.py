@@ -82,6 +82,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         launch=new_launch() if values["run_id"] or nodes.several else "",
         kind=kind,
         target=target,
+        typed=script,
         args=args,
         command=("holdfast", *sys.argv[1:]),
         created_at=time.time(),

@@ -108,6 +108,21 @@ def command(pid: int) -> list[bytes]:
         return []
 
 
+def started_with(pid: int) -> list[bytes]:
+    """The environment of ``pid`` at its start, of a fork that of the process it was forked from; empty as for
+    :func:`command`."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def words_at(pid: int) -> tuple[int, int]:
+    """First address of the command line in the memory of ``pid``, and the one after its last; equal: not known."""
+    fields = _stat(pid)
+    return (int(fields[45]), int(fields[46])) if fields else (0, 0)
+
+
 def pidfd(pid: int) -> int:
     """A descriptor of the process ``pid``, for the caller to close; -1 when there is none.
 
@@ -202,10 +217,16 @@ def reap_others(child: int) -> None:
 def ignore_warnings() -> None:
     """Let the launcher and the agent answer what a scheduler says to all processes before the time is over.
 
-    Workers inherit it: one without a session would end by it.
+    A worker is given the default action back, as under torchrun.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+def heed_warnings() -> None:
+    """The default action of these signals again: what a worker and the programs that it starts begin with."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _stat(pid: int) -> list[str]:

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase, Word
@@ -32,10 +31,11 @@ from holdfast.runtime.driver import watched
 from holdfast.runtime.fading import Fading
 from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
-from holdfast.runtime.pids import command, ending, kill_group, kill_if, pidfd
+from holdfast.runtime.pids import command, ending, kill_group, kill_if, pidfd, started_with
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
+    FORKS,
     QUIET_DEVICES,
     ZYGOTE_MESSAGES,
     Exited,
@@ -49,6 +49,7 @@ from holdfast.runtime.spawn import (
     worker_env,
     worker_log,
 )
+from holdfast.runtime.title import ROOM
 
 STATUS_WAIT_S = 0.5
 ZYGOTE_START_S = 60.0
@@ -200,10 +201,11 @@ class Processes:
             **self._settings.env,
             "OMP_NUM_THREADS": "1",
             "HOLDFAST_RUN_DIR": str(self._run.path),
+            FORKS: "1",
         }
         with os.fdopen(open_log(self._run.path / "zygote.log"), "ab") as log:
             self._zygote_process = subprocess.Popen(
-                [self._python(), "-m", "holdfast.runtime.zygote", str(self._run.path)],
+                [self._python(), "-m", "holdfast.runtime.zygote", str(self._run.path), ROOM],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -322,7 +324,7 @@ class Processes:
     def _exec(self, order: Order) -> None:
         """Start one worker without the zygote."""
         settings = self._settings
-        argv = [self._python(), "-m", "holdfast.runtime.worker"]
+        argv = [self._python(), "-m", "holdfast.runtime.worker", ROOM]
         if settings.kind == "executable":
             argv = [settings.target, *settings.args]
         fd = open_worker_log(self._run, self._settings, order)
@@ -538,10 +540,7 @@ def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
 def belongs(pid: int, run: RunDir) -> bool:
     """True when ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
     wanted = f"HOLDFAST_RUN_DIR={run.path}".encode()
-    try:
-        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return wanted in started_with(pid)
 
 
 def kill_ours(pid: int, run: RunDir) -> bool:

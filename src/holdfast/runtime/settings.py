@@ -55,6 +55,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     launch: str = ""  # tells this start of the run from every other one under the same ``run_id``
     kind: TargetKind = "script"
     target: str = ""
+    typed: str = ""  # the target as it was given: a script's ``sys.argv[0]``; empty: ``target``
     args: tuple[str, ...] = ()
     command: tuple[str, ...] = ()  # the command line as typed, for reports
     created_at: float = 0.0  # Unix time

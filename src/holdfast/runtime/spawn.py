@@ -41,6 +41,9 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     signal: int | None
 
 
+FORKS = "HOLDFAST_FORKS"
+"""A variable that the zygote is started with: the environment of a process at its start tells a fork of it."""
+
 QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """For the zygote, whose modules may ask at their import whether there is a GPU: torch answers without the state of the
 driver in the process, with which no fork can use a GPU."""

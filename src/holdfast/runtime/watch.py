@@ -37,9 +37,10 @@ from holdfast.errors import ProtocolError
 from holdfast.runtime.driver import watched
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import age_s, command, stopped_children
+from holdfast.runtime.pids import age_s, started_with, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
+from holdfast.runtime.spawn import FORKS
 
 REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
 PACE_S = 5.0
@@ -47,7 +48,7 @@ KEEP_S = 1.0
 LEARNED = "learned-"
 LEARNED_SIZE_BYTES_MAX = 1 << 20
 COLLECTIVES_TOLD = 16
-ZYGOTE = b"holdfast.runtime.zygote"
+FORKED = f"{FORKS}=1".encode()
 MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID)
 """What changes when a worker moves."""
 DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
@@ -162,7 +163,7 @@ class Watcher:
             is_new = not self._progress.knows(member_id)
             if is_new or (reading.phase is Phase.STARTING and not reading.collectives):
                 age = age_s(pid) if is_new else 0.0
-                reading = reading._replace(scratch=ZYGOTE not in command(pid), age_s=age)
+                reading = reading._replace(scratch=FORKED not in started_with(pid), age_s=age)
             if member_id in overdue:
                 state = sample(pid).process
                 if state == "S" and reading.phase in DRAWING and not reading.waits:

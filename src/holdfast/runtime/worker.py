@@ -31,6 +31,7 @@ from holdfast.runtime.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.standin import exempt, use
 from holdfast.runtime.streams import by_line
+from holdfast.runtime.title import set_title
 
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
@@ -75,13 +76,14 @@ def write_to(log: str) -> None:
     os.close(out)
 
 
-def take_over(client: Client, log: str) -> None:
+def take_over(client: Client, log: str, settings: RunSettings) -> None:
     """A spare was called: what it prints and its stacks go where those of its rank belong."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     write_to(log)
     with exempt():  # the environment is the member's already
         _record_start(client)
+    _set_title(settings, client.rank)
     offer_stacks(stacks_path(RunDir(os.environ["HOLDFAST_RUN_DIR"]), client.member_id), client.page)
 
 
@@ -105,7 +107,7 @@ def run_script(settings: RunSettings) -> None:
         runpy.run_module(settings.target, run_name="__main__", alter_sys=True)
         return
     path = Path(settings.target)
-    sys.argv = [settings.target, *settings.args]
+    sys.argv = [settings.typed or settings.target, *settings.args]
     if path.is_dir():
         runpy.run_path(settings.target, run_name="__main__")
         return
@@ -129,7 +131,8 @@ def main() -> int:
     by_line()
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
-    client.on_called(lambda log: take_over(client, log))
+    client.on_called(lambda log: take_over(client, log, settings))
+    _set_title(settings, None if client.stand_in else client.rank)
     if client.stand_in is not None:
         use(client.stand_in)
     hold(client.page.path)
@@ -166,6 +169,10 @@ def _record_start(client: Client) -> None:
         environment.record(path, client.rank, client.member_id)
     except OSError as error:
         sys.stderr.write(f"holdfast: cannot write {path}: {error.strerror}\n")
+
+
+def _set_title(settings: RunSettings, rank: int | None) -> None:
+    set_title(settings.typed or settings.target, rank, settings.args)
 
 
 def _set_path(first: str) -> None:

@@ -30,10 +30,19 @@ from holdfast.exits import Exit
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
 from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
-from holdfast.runtime.pids import ignore_warnings
+from holdfast.runtime.pids import heed_warnings, ignore_warnings
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
-from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Exited, Preloaded, Quit, Spawn, Spawned, ZygoteMessage
+from holdfast.runtime.spawn import (
+    FORKS,
+    ZYGOTE_MESSAGES,
+    Exited,
+    Preloaded,
+    Quit,
+    Spawn,
+    Spawned,
+    ZygoteMessage,
+)
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
 LONELY_S = 60.0
@@ -192,6 +201,7 @@ class Zygote:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        heed_warnings()
         for peer in self._peers.values():
             peer.sock.close()
         self._listener.close()
@@ -268,6 +278,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
 def become_worker(spawn: Spawn) -> int:
     """In the forked child: take over the worker's identity and run it; returns its exit code."""
+    del os.environ[FORKS]
     os.environ.update(spawn.env)
     from holdfast.runtime import worker
 
@@ -278,6 +289,7 @@ def become_worker(spawn: Spawn) -> int:
         numpy.random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
+        torch.default_generator.seed()
         torch.set_num_threads(int(spawn.env["OMP_NUM_THREADS"]))
     return worker.main()
 

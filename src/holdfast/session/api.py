@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("holdfast")
+PREFIX = "holdfast: "
 
 
 def open_session(
@@ -181,14 +182,35 @@ def _torch_adapter(
 
 
 def configure_logging() -> None:
-    """Give the ``holdfast`` logger a plain handler when the script has configured none; never the root logger."""
+    """Give the ``holdfast`` logger a plain handler when the script has configured none; never the root logger.
+
+    A handler of the script that shows the name of the logger gets the lines without that name in them.
+    """
     if log.hasHandlers():
+        if not any(isinstance(each, _Unprefixed) for each in log.filters):
+            log.addFilter(_Unprefixed())
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+
+
+class _Unprefixed(logging.Filter):
+    """Takes ``holdfast:`` off a line where every handler that gets it shows the logger's name."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; it is always kept."""
+        handlers = [*log.handlers, *(logging.getLogger().handlers if log.propagate else [])]
+        if handlers and all(map(_shows_name, handlers)) and isinstance(record.msg, str):
+            record.msg = record.msg.removeprefix(PREFIX)
+        return True
+
+
+def _shows_name(handler: logging.Handler) -> bool:
+    text = getattr(handler.formatter, "_fmt", None) or ""
+    return any(name in text for name in ("%(name)", "{name", "$name", "${name"))
 
 
 def _require_torch(model: Any) -> None:

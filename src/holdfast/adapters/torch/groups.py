@@ -101,9 +101,10 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
         backends = tuple((device, str(name)) for device, name in config.get_device_backend_map().items())
         if not {name for _, name in backends} <= {GLOO, NCCL}:
             return helper(*args, **kwargs)
-        call.arguments["backend_options"] = _Request(
-            backends, call.arguments.get("backend_options"), call.arguments.get("device_id")
-        )
+        device = call.arguments.get("device_id")
+        if device is not None and (device.index is None or device.type == "cpu"):
+            raise ValueError(f"device_id={device}: a process group is bound to an accelerator with an index")
+        call.arguments["backend_options"] = _Request(backends, call.arguments.get("backend_options"), device)
         call.arguments["device_id"] = (
             None  # torch would look for the backend inside our group: we bind it ourselves
         )
