@@ -311,7 +311,7 @@ def test_a_fault_in_one_line(made: Made, what: str, text: str | None) -> None:
     (fault,) = Watch(made.directory, made.settings).poll().faults
     assert fault_text(fault) == (text or f"rank 1: {what}")
     fault.phase, fault.what = "starting", "killed"
-    assert fault_text(fault) == "rank 1: killed, before its session was open"
+    assert fault_text(fault) == "rank 1: killed, before any session"
 
 
 def test_nothing_is_wrapped_into_a_pipe(holdfast: Run, made: Made) -> None:

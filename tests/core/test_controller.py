@@ -462,6 +462,17 @@ def test_leaving_for_a_restart_is_told_without_the_inner_code() -> None:
     assert job.record("detected")["what"] == "left for a restart"
 
 
+def test_a_rank_that_leaves_because_of_a_fault_is_no_fault() -> None:
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    job.exit(1, "starting", 0, code=1)
+    job.exit(0, "starting", 0, code=int(Exit.RESTART))
+    assert [(r.data["rank"], r.data["kind"]) for r in job.records if r.kind == "detected"] == [(1, "exit")]
+    job.exit(2, "starting", 0, signal=15)
+    assert len(job.sent(StartMembers)) == 1 and job.record("verdict")["action"] == "restart_fresh"
+
+
 def test_all_layouts_make_a_catalogue_once() -> None:
     job = Job().up()
     catalogues = [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, Catalogued)]

@@ -30,6 +30,16 @@ def test_a_plain_script_restarts_and_no_survivor_crashes(tmp_path: Path) -> None
     assert all(f"rank {rank} done in life 1 on gloo" in log for rank, log in enumerate(logs)), logs
 
 
+def test_an_exception_of_one_rank_is_one_fault_and_its_traceback_the_only_one(tmp_path: Path) -> None:
+    done = run_job(tmp_path, RANKS, "--run-id", "it", SCRIPT, "raise")
+    assert done.returncode == 0, done.stdout
+    events = (json.loads(line) for line in (tmp_path / "runs/it/events.jsonl").read_text().splitlines())
+    told = [(e["data"]["rank"], e["data"]["what"]) for e in events if e["kind"] == "detected"]
+    assert told == [(1, "ValueError: a bad sample")]
+    logs = [(tmp_path / f"runs/it/attempt-000/rank-{rank:05d}.log").read_text() for rank in range(RANKS)]
+    assert ["Traceback" in log for log in logs] == [False, True, False], logs
+
+
 def test_a_plain_script_sees_what_torchrun_would_show(tmp_path: Path) -> None:
     (tmp_path / "look.py").symlink_to(LOOKS)
     done = run_job(tmp_path, 2, "--run-id", "it", "look.py", "--lr", "0.1")

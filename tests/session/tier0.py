@@ -1,9 +1,11 @@
-"""A torchrun script that knows nothing of Holdfast; in its first life rank 1 dies in the middle of the training."""
+"""A torchrun script that knows nothing of Holdfast. In its first life rank 1 dies in the middle of the training; with
+the argument ``raise`` by an exception."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(STEPS):
         if (rank, step, life) == (1, DEATH, 0):
+            if "raise" in sys.argv:
+                raise ValueError("a bad sample")
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.randn(8, 64)).sum().backward()
         optimizer.step()

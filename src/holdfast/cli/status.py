@@ -191,9 +191,9 @@ def named(what: str) -> str:
 
 
 def fault_place(fault: FaultView) -> str:
-    """Where it was: of a script that has opened no session nothing is known."""
+    """Where it was: of a script that has opened no session, or not yet, nothing is known."""
     if fault.phase == Phase.STARTING.name.lower():
-        return "before its session was open"
+        return "before any session"
     if fault.phase == NO_PAGE:
         return "not known: what it showed went with it"
     if fault.phase == Phase.LEFT.name.lower():

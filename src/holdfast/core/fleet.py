@@ -319,10 +319,15 @@ class Fleet:
             return
         if self.ending.is_expected(member, event):
             self.ending.exited()
-        elif member.failed is None and not member.is_excused:
+        elif member.failed is None and not member.is_excused and not self._follows(event):
             self.recovery.fault(now, self._fault_of(now, member, event))
         if not job.ended:
             self.recovery.exited(now, member)
+
+    def _follows(self, event: MemberExited) -> bool:
+        """It left because of a fault that is known, and that is being recovered from: it is none of its own."""
+        known = self.recovery.phase == "fencing" and bool(self.recovery.faults.all)
+        return known and event.code == Exit.RESTART
 
     def _fault_of(self, now: float, member: Member, event: MemberExited) -> Fault:
         if event.signal:

@@ -160,7 +160,7 @@ class Board:
                 gone = self._gone(rank)
             data = self._read(at, turn)  # after the look: what it posted before it went counts
             if gone and data is None:
-                raise PeerLost(f"rank {rank} is gone", hint="wait: the job goes on by itself")
+                raise PeerLost(f"rank {rank} is gone", hint="see the fault that holdfast names")
         return data
 
     def _gone(self, rank: int) -> bool:

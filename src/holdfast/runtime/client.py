@@ -113,6 +113,7 @@ class Client:
         self.hello: Callable[[], tuple[RankState, int]] = _starting
         self.on_fence_default: Callable[[str], None] | None = None
         self.fenced = False
+        self.fence_reason = ""
         self.failed: BaseException | None = None  # the exception that the controller was told
         self.connected = False
         self.orphaned = False
@@ -409,6 +410,7 @@ class Client:
                 return
             self._newest = generation
         if isinstance(message, Fence):
+            self.fence_reason = message.reason
             self.fenced = True
             self._fail_requests("fenced")
         elif isinstance(message, Resume):

@@ -18,10 +18,13 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
-from holdfast.errors import StoreError, UserError
+from holdfast.errors import FaultError, StoreError, UserError
 from holdfast.runtime.client import Client
 from holdfast.runtime.rundir import write_private
 
+FENCE_WAIT_S = 5.0
+"""A rank that has lost a peer hears which one within milliseconds; the loss of a node is noticed within 3 s."""
+POLL_S = 0.005
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -29,6 +32,33 @@ def show(error: BaseException) -> None:
     """Print the traceback, and write the error file that elastic launchers read."""
     sys.excepthook(type(error), error, error.__traceback__)
     _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
+
+
+def follows(client: Client, error: BaseException) -> bool:
+    """The exception only says that a peer is lost, and the fault of that peer is known: waits for it, with a bound."""
+    if not _lost_peer(error):
+        return False
+    deadline_s = time.monotonic() + FENCE_WAIT_S
+    while not (client.fenced or client.orphaned) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return client.fenced
+
+
+def show_following(client: Client, error: BaseException) -> None:
+    """One line in place of a traceback that hides the one of the rank that failed; the error file has the text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    sys.stderr.write(f"holdfast: rank {client.rank} follows a fault{place}: {client.fence_reason}\n")
+    _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    """It is of Holdfast's own kind, or torch has put such a one into words (an error in a callback of autograd)."""
+    while error is not None:
+        if isinstance(error, FaultError) or "PeerLost: " in _words(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def tell(

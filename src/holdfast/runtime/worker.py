@@ -23,7 +23,7 @@ from holdfast.exits import Exit
 from holdfast.runtime import environment
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_records, offer_stacks, records_path, stacks_path
-from holdfast.runtime.failing import show, tell
+from holdfast.runtime.failing import follows, show, show_following, tell
 from holdfast.runtime.frameworks import install_framework, records
 from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
@@ -193,6 +193,9 @@ def _report(client: Client, error: BaseException) -> int:
     while tail is not None and tail.tb_frame.f_code.co_filename in _OWN_FRAMES:
         tail = tail.tb_next
     error.__traceback__ = tail
+    if client.failed is not error and follows(client, error):
+        show_following(client, error)
+        return int(Exit.RESTART)
     show(error)
     if client.orphaned and isinstance(error, GroupError):
         return int(Exit.ORPHANED)

@@ -234,7 +234,7 @@ class Fabric:
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
-                hint="wait: the job goes on by itself from its last committed step",
+                hint="see the fault that holdfast names: all ranks recover from it, or start again",
             )
         if getattr(self._local, "strict", 0):
             raise GroupAborted(f"{what}: {self.reason}")
