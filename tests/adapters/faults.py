@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from holdfast.adapters.torch.fabric import fabric
@@ -348,6 +349,18 @@ def builtin_hook(line: Line) -> str:
     try:
         register: Callable[[Any], None] = model._register_builtin_comm_hook
         register(torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE)
+    except UnsupportedError as error:
+        return str(error)
+    return "accepted"
+
+
+def buffers_of_the_group(line: Line) -> str:
+    """FSDP2 would take its buffers from the communicator."""
+    dist.init_process_group("gloo")
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    try:
+        model.set_allocate_memory_from_process_group_for_comm(True)
     except UnsupportedError as error:
         return str(error)
     return "accepted"

@@ -127,7 +127,7 @@ def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: 
         waited_s.append(timeout_s)
         return False
 
-    inner: Any = SimpleNamespace(sever=lambda: None, bury=lambda: None, buried=buried)
+    inner: Any = SimpleNamespace(unsevered=tuple, sever=lambda abort: None, bury=lambda: None, buried=buried)
     state = Fabric()
     state.bury(inner)
     state.leave()
@@ -136,7 +136,7 @@ def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: 
 
 def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped for longer than the limit, before it looked, still says what is there."""
-    clock = itertools.count(0.0, 10.0)
+    clock = itertools.count(0.0, 30.0)
     monkeypatch.setattr("holdfast.adapters.torch.fabric.time", SimpleNamespace(monotonic=lambda: next(clock)))
     state = Fabric()
     assert state.quiesce()
@@ -153,6 +153,11 @@ def test_without_a_control_plane_reconfigure_is_refused(worlds: Worlds, tmp_path
 def test_builtin_hooks_are_refused_by_name(worlds: Worlds) -> None:
     (text,) = worlds.values(faults.builtin_hook, 1)
     assert "ALLREDUCE" in text and "default_hooks.allreduce_hook" in text
+
+
+def test_buffers_of_a_communicator_are_refused_by_name(worlds: Worlds) -> None:
+    (text,) = worlds.values(faults.buffers_of_the_group, 1)
+    assert "set_allocate_memory_from_process_group_for_comm" in text and "recovery replaces" in text
 
 
 def test_only_the_sockets_of_gloo_are_shut(worlds: Worlds) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 from holdfast.adapters.torch import groups, local, private
 from holdfast.adapters.torch.fabric import Fabric
 from holdfast.adapters.torch.handle import COLLECTIVES, ReconfigurableGroup
-from holdfast.adapters.torch.nccl import Abort
 from holdfast.adapters.torch.outer import OuterGroup
 from holdfast.adapters.torch.rendezvous import ControlStore
 from holdfast.adapters.torch.works import is_bug
@@ -205,31 +203,6 @@ def test_stores_of_two_generations_share_nothing(client: LocalClient) -> None:
     old.set("key", "old")
     assert old.check(["key"]) and not new.check(["key"])
     assert (old.num_keys(), new.num_keys()) == (1, 0)
-
-
-class SlowBackend:
-    """An NCCL backend whose abort takes as long as the test says."""
-
-    def __init__(self) -> None:
-        self.may_end = threading.Event()
-
-    def abort(self) -> None:
-        self.may_end.wait(20)
-
-
-def _ended_well(abort: Abort) -> bool:
-    return abort.done and abort.error is None
-
-
-def test_an_abort_that_does_not_return_is_seen() -> None:
-    backend = SlowBackend()
-    abort = Abort(backend).start()
-    assert not abort.done
-    backend.may_end.set()
-    deadline = time.monotonic() + 20
-    while not abort.done and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert _ended_well(abort)
 
 
 def test_a_late_error_of_an_older_generation_is_no_news() -> None:

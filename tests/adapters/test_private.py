@@ -68,7 +68,7 @@ def _private_uses() -> Iterator[str]:
     ours = {name for tree in trees.values() for name in _defined(tree)}
     for path, tree in trees.items():
         here = path.relative_to(PACKAGE).as_posix()
-        if path.name == "private.py" or not here.startswith(FOLDERS):
+        if path.name in ("private.py", "private_names.py") or not here.startswith(FOLDERS):
             continue
         for node in ast.walk(tree):
             for name in _names(node):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
+from holdfast.errors import GroupError
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
 from holdfast.wording import plural
@@ -21,6 +22,10 @@ class Aborted(BaseException):
 
     Not an ``Exception``: user code that catches broadly must not take it for its own.
     """
+
+
+class Unsevered(GroupError):
+    """This process still hangs in a broken collective, and nothing ends that: another process must take its place."""
 
 
 class Collected(Protocol):

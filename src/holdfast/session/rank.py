@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from holdfast.adapters.base import Adapter
+from holdfast.adapters.base import Adapter, Unsevered
 from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
 from holdfast.core.layouts import Layout
 from holdfast.core.messages import (
@@ -106,8 +106,7 @@ class Rank:
         self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
         self._block_started_ns = 0
         self._waited_ns = 0
-        self._collectives = 0
-        self._collectives_before = 0
+        self._collectives = self._collectives_before = 0
 
     # ------------------------------------------------------------------ both threads
 
@@ -453,10 +452,11 @@ class Rank:
                     continue
             try:
                 self._adapter.reconfigure(resume.generation)
+            except Unsevered:
+                leave_process(Exit.RESTART)
             except GroupError as error:
                 # Another fault came while the groups were built, or this one cannot be answered in place.
-                with self.changed:
-                    fenced = self.machine.fenced
+                fenced = self.machine.fenced
                 if fenced is None or fenced <= resume.generation:
                     self._tell_fault(resume.generation, str(error))
                 continue

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from holdfast.adapters.base import Aborted
+from holdfast.adapters.base import Aborted, Unsevered
+from holdfast.adapters.torch.nccl import Abort, Abortable
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.runtime.board import Board
@@ -35,6 +36,8 @@ SLICE = timedelta(milliseconds=50)
 """Longest time between two looks at the poison flag while a collective is under way."""
 
 QUIESCE_S = 0.5
+ABORTS_S = 20.0
+"""Tens of communicators take seconds to abort."""
 REBUILD_TIMEOUT_S = 60.0
 BURIALS_S = 1.0
 _PENDING_PRUNE = 512
@@ -50,11 +53,21 @@ class Inner(Protocol):
     @property
     def group(self) -> dist.ProcessGroup: ...
 
-    def sever(self) -> None:
-        """Make every collective under way end with an error; idempotent, from any thread, returns at once."""
+    def unsevered(self) -> Sequence[Abortable]:
+        """Backends whose abort may block and has not begun."""
+
+    def sever(self, abort: Abort | None = None) -> None:
+        """Make every collective under way end with an error; idempotent, from any thread, returns at once.
+
+        Args:
+            abort: aborts what :meth:`unsevered` named, together with other groups.
+        """
 
     def severed(self) -> bool:
         """False while a severing step (an NCCL abort) is still running."""
+
+    def error(self) -> str:
+        """An error that the backends have found beside the collectives, or an empty text."""
 
     def close(self) -> None:
         """Orderly end of a healthy group, complete when the caller lets go of it."""
@@ -63,7 +76,7 @@ class Inner(Protocol):
         """Begin to end a severed group; returns at once."""
 
     def buried(self, timeout_s: float = 0.0) -> bool:
-        """True when that has ended, after at most ``timeout_s``; never with NCCL, which may still use what it has."""
+        """True when that has ended, after at most ``timeout_s``."""
 
 
 class Handle(Protocol):
@@ -76,11 +89,15 @@ class Handle(Protocol):
     @property
     def inner(self) -> Inner | None: ...
 
+    @property
+    def built_in(self) -> Generation | None:
+        """The generation of ``inner``."""
+
     def meet(self, generation: Generation) -> None:
         """Wait until every rank is about to rebuild. Raises: GroupError."""
 
     def rebuild(self, generation: Generation) -> None:
-        """Replace the inner group by a fresh one of ``generation``. Raises: GroupError."""
+        """Replace the inner group by a fresh one of ``generation``. Raises: GroupError; the old one is still there."""
 
     def become(self, rank: int) -> None:
         """A spare was called as this rank."""
@@ -196,12 +213,18 @@ class Fabric:
                 self.reason = reason
                 self.poisoned = True
                 self._refresh()
-            inners = self._inners()
             pending = list(self._pending.values())
-        for inner in inners:
-            inner.sever()
+        self.sever(self._inners())
         for work in pending:
             work.release()
+
+    def sever(self, inners: Sequence[Inner]) -> None:
+        """Make every collective under way in these groups end; one abort for all backends of NCCL."""
+        with self._lock:
+            abort = Abort([backend for inner in inners for backend in inner.unsevered()])
+            for inner in inners:
+                inner.sever(abort)
+        abort.start()
 
     def broke(self, what: str, error: BaseException, epoch: int) -> None:
         """A collective begun in ``epoch`` failed in this process: poison it and tell who asked to know, once."""
@@ -280,11 +303,12 @@ class Fabric:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
 
         Call it after a poison and before buffers are restored. A gloo collective that has not ended after ``QUIESCE_S``
-        sits in a wait whose sockets are shut: it ends later with an error and writes nothing.
+        sits in a wait whose sockets are shut: it ends later with an error and writes nothing. Aborts of NCCL have
+        ``ABORTS_S``.
 
         Returns: False when an NCCL abort did not return: kill and replace this process.
         """
-        deadline_s = time.monotonic() + QUIESCE_S
+        begun_s = time.monotonic()
         while True:
             with self._lock:
                 works = list(self._pending.values())
@@ -292,7 +316,10 @@ class Fabric:
             severed = all(i.severed() for i in inners)
             if severed and all(w.settled() for w in works):
                 return True
-            if time.monotonic() >= deadline_s:  # not sooner: this process may have been stopped for so long
+            waited_s = (
+                time.monotonic() - begun_s
+            )  # after the look: this process may have been stopped for so long
+            if waited_s >= (QUIESCE_S if severed else ABORTS_S):
                 return severed
             time.sleep(0.001)
 
@@ -346,7 +373,7 @@ class Fabric:
 
     def bury(self, inner: Inner) -> None:
         """End a broken inner group (invariant 3)."""
-        inner.sever()
+        self.sever([inner])
         inner.bury()
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
@@ -365,7 +392,7 @@ class Fabric:
         """
         with self._lock:
             groups = sorted(self._groups, key=lambda g: g.order)
-            whole = all(g.inner is not None for g in groups)
+            whole = all(g.built_in == self.generation for g in groups)
             if generation == self.generation and not self.poisoned and whole:
                 self.looped = False
                 self._refresh()
@@ -377,7 +404,9 @@ class Fabric:
             if reason := group.replaceable():
                 raise GroupError(f"the process groups cannot be rebuilt in place: {reason}")
         if not self.quiesce():
-            raise GroupError("an NCCL abort did not return", hint="this process must be replaced")
+            raise Unsevered(
+                f"an abort of NCCL did not return within {ABORTS_S:g} s", hint="this process must be replaced"
+            )
         with self._lock:
             self.generation = generation
             self.epoch += 1
@@ -467,6 +496,9 @@ class Fabric:
         if self._default() is None:
             return list(vector)
         epoch = self.epoch
+        if error := next(filter(None, (inner.error() for inner in self._inners())), ""):
+            self.broke("NCCL", GroupError(f"an error beside the collectives: {error}"), epoch)
+            self._refuse_vote()
         board = self.board()
         try:
             sums = self._sum_by_group(vector) if board is None else board.reduce(vector, self._refuse_vote)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule
 
 from holdfast.adapters.torch import private
 from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
@@ -83,6 +84,7 @@ def install() -> None:
     private.replace_helper(_wrap_helper(private.helper()), ReconfigurableGroup)
     private.coalesce_batches(ReconfigurableGroup)
     private.refuse_builtin_hooks(ReconfigurableGroup, _builtin_hook)
+    _refuse_buffers_of_groups()
     for name, alone in _OBJECT_CALLS.items():
         _guard_objects(name, alone)
 
@@ -159,6 +161,23 @@ def _builtin_hook(kind: Any) -> UnsupportedError:
         hint="use model.register_comm_hook(None, default_hooks.allreduce_hook) or "
         "default_hooks.fp16_compress_hook: the same numbers",
     )
+
+
+def _refuse_buffers_of_groups() -> None:
+    """FSDP2 can take its buffers from the communicator; they are lost with it, and its pool gives them out again."""
+    name = "set_allocate_memory_from_process_group_for_comm"
+    original: Callable[[FSDPModule, bool], None] = getattr(FSDPModule, name)
+
+    @functools.wraps(original)
+    def guarded(self: FSDPModule, enable: bool) -> None:
+        if enable and isinstance(dist.group.WORLD, ReconfigurableGroup):
+            raise UnsupportedError(
+                f"FSDPModule.{name}(True): the buffers belong to connections that a recovery replaces",
+                hint="leave it out: FSDP2 then takes its buffers from PyTorch's own allocator",
+            )
+        original(self, enable)
+
+    setattr(FSDPModule, name, guarded)
 
 
 def _alone_all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:

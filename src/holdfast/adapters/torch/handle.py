@@ -13,7 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.adapters.torch import local, private, rendezvous
+from holdfast.adapters.torch.communicator import FreshGroups
 from holdfast.adapters.torch.fabric import REBUILD_TIMEOUT_S, Fabric
 from holdfast.adapters.torch.inner import GLOO, BuiltGroup, GroupSpec, build
 from holdfast.adapters.torch.outer import OuterGroup
 from holdfast.adapters.torch.private import Backend, PrefixStore, Store, Work
 from holdfast.adapters.torch.works import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.core.ids import Generation
-from holdfast.errors import GroupError
+from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime import standin
 from holdfast.runtime.board import Board
 from holdfast.runtime.flight import Flight, text_of
@@ -56,10 +59,13 @@ class ReconfigurableGroup(OuterGroup):
         self._ways = {
             device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
         }
-        self._default_way = next(iter(self._ways.values()))
+        # Of operations without a tensor (barrier): C++ gives them to NCCL where there is one.
+        self._default_way = Wait.STREAM if Wait.STREAM in self._ways.values() else Wait.SLICES
+        self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: where coalescing began
         self._begun = 0  # collectives in this generation
         self._texts: dict[tuple[str, int, torch.dtype | None], bytes] = {}
-        self.inner: BuiltGroup | None = None
+        self.communicator = FreshGroups(fabric, spec, self._store_in)
+        self._built_in: Generation | None = None
         stand_in = standin.current()
         if stand_in is not None and not stand_in.called:
             self.rank = lambda: self._asked(stand_in)  # type: ignore[method-assign]
@@ -69,7 +75,7 @@ class ReconfigurableGroup(OuterGroup):
         if not spec.order[0] and spec.world_size > 1 and self.replaceable():
             hello = PrefixStore("holdfast/", store)
             fabric.start = rendezvous.agree_on_start(hello, spec.rank, spec.world_size, spec.timeout)
-        self.inner = self._build(spec, fabric.generation, spec.timeout)
+        self._connect(fabric.generation, spec.timeout)
 
     # ------------------------------------------------------------------ generations
 
@@ -80,7 +86,15 @@ class ReconfigurableGroup(OuterGroup):
 
     def become(self, rank: int) -> None:
         """A spare was called. Only groups of all ranks exist before that: others ask who is in them."""
-        self.spec = dataclasses.replace(self.spec, rank=rank)
+        self.spec = self.communicator.spec = dataclasses.replace(self.spec, rank=rank)
+
+    @property
+    def inner(self) -> BuiltGroup | None:
+        return self.communicator.built
+
+    @property
+    def built_in(self) -> Generation | None:
+        return self._built_in
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:
@@ -98,7 +112,7 @@ class ReconfigurableGroup(OuterGroup):
 
     def meet(self, generation: Generation) -> None:
         """A rank may come late, from code between two steps: who dialled it before would give up at gloo's bound."""
-        store = self._store_of(generation, self.spec.name, self.spec.timeout)
+        store = self._store_in(str(generation), self.spec.timeout)
         store.set(f"here/{self.spec.rank}", "")
         try:
             if self.spec.rank == 0:
@@ -109,12 +123,13 @@ class ReconfigurableGroup(OuterGroup):
             raise GroupError(f"not every rank came to generation {generation}: {error}") from error
 
     def rebuild(self, generation: Generation) -> None:
-        if self.inner is not None:
-            self._fabric.bury(self.inner)
-            self.inner = None
+        self._connect(generation, min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S)))
         self._begun = 0
-        limit = min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S))
-        self.inner = self._build(self.spec, generation, limit)
+
+    def _connect(self, generation: Generation, limit: timedelta) -> None:
+        handles = self.communicator.all_handles()
+        self.communicator.reconfigure(str(generation), handles, limit)
+        self._built_in = generation
 
     def build_vote(self, generation: Generation) -> BuiltGroup:
         ordinal = self.spec.order[1]
@@ -126,7 +141,8 @@ class ReconfigurableGroup(OuterGroup):
             backends=(("cpu", GLOO),),
             timeout=self.spec.timeout,
         )
-        return self._build(spec, generation, spec.timeout)
+        store = self._store_of(str(generation), spec.name, spec.timeout)
+        return build(spec, store, spec.timeout, self._fabric.stopped())
 
     def open_board(self, generation: Generation) -> Board | None:
         client = rendezvous.control_client()
@@ -135,10 +151,10 @@ class ReconfigurableGroup(OuterGroup):
         path = client.shared / f"board-{generation}-{self.spec.order[1]}"
         return Board(path, self.spec.rank, self.spec.world_size).start()
 
-    def _build(self, spec: GroupSpec, generation: Generation, limit: timedelta) -> BuiltGroup:
-        return build(spec, self._store_of(generation, spec.name, limit), limit, self._fabric.stopped())
+    def _store_in(self, generation: str, limit: timedelta) -> Store:
+        return self._store_of(generation, self.spec.name, limit)
 
-    def _store_of(self, generation: Generation, name: str, limit: timedelta) -> Store:
+    def _store_of(self, generation: str, name: str, limit: timedelta) -> Store:
         """Keys of one generation of a group."""
         client = rendezvous.control_client()
         if client is None or self.replaceable():
@@ -152,7 +168,7 @@ class ReconfigurableGroup(OuterGroup):
     def _run(
         self,
         what: str,
-        issue: Callable[[dist.ProcessGroup], InnerWork],
+        issue: Callable[[dist.ProcessGroup], InnerWork | None],
         outputs: Sequence[Any],
         fill: Fill | None = None,
         *,
@@ -182,9 +198,11 @@ class ReconfigurableGroup(OuterGroup):
         way = self._default_way if on is None else self._ways.get(on.device.type, self._default_way)
         if p2p and way is Wait.SLICES:
             way = Wait.THREAD
+        if way is Wait.STREAM and torch.cuda.is_current_stream_capturing():
+            raise _captured(what)
         epoch = fabric.epoch
         try:
-            work = issue(self._live())
+            work = issue(self.communicator.group)
         except Exception as error:
             if is_bug(error):
                 raise
@@ -192,6 +210,8 @@ class ReconfigurableGroup(OuterGroup):
             fabric.broke(what, error, epoch)
             fabric.give_up(what)
             return _complete(results, fill)
+        if work is None:  # NCCL answers for all calls together where coalescing ends
+            return LocalWork(results)
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
@@ -204,13 +224,6 @@ class ReconfigurableGroup(OuterGroup):
         if not p2p:
             self._begun += 1
         flight.begin(count, 0 if p2p else self._begun, text)
-
-    def _live(self) -> dist.ProcessGroup:
-        if self.inner is None:
-            raise GroupError(
-                f"process group {self.spec.name} has no connections: it was destroyed, or not rebuilt yet"
-            )
-        return self.inner.group
 
     def _by_gloo(self, tensor: Tensor) -> bool:
         return self._ways.get(tensor.device.type, self._default_way) is Wait.SLICES
@@ -461,49 +474,55 @@ class ReconfigurableGroup(OuterGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """gloo's barrier that names the missing rank; its findings are the user's, not a fault."""
         if not self._fabric.begin("monitored_barrier"):
-            group: Any = self._live()
+            group: Any = self.communicator.group
             group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._fabric.calm:
-            self._live()._start_coalescing(device)
+            group = self.communicator.group
+            group._start_coalescing(device)
+            self._coalescing[threading.get_ident()] = group
 
     def _end_coalescing(self, device: torch.device) -> Work:
+        """Coalescing ends where it began, also in a group that was aborted meanwhile: NCCL counts by thread."""
+        group = self._coalescing.pop(threading.get_ident(), None)
+        if group is None:
+            return LocalWork([])
+        if not self._fabric.calm:
+            with suppress(RuntimeError):  # of the abort
+                group._end_coalescing(device)
         on = torch.empty(0, device=device)
-        return self._run("end_coalescing", lambda g: g._end_coalescing(device), [], on=on)
+        return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on)
 
     # ------------------------------------------------------------------ what torch asks of the backend
 
     def _get_backend(self, device: torch.device) -> Backend:
         if self.inner is None and self._fabric.looped:
             return private.rehearsal_backend(self.spec.rank, self.spec.world_size)
-        return self._live()._get_backend(device)
+        return self.communicator.group._get_backend(device)
 
     get_backend = _get_backend
 
     def _get_sequence_number_for_group(self) -> int:
-        group: Any = self._live()
+        group: Any = self.communicator.group
         return int(group._get_sequence_number_for_group())
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         if self.inner is not None:  # a rehearsal waits for no peer
-            group: Any = self._live()
+            group: Any = self.communicator.group
             group._add_ephemeral_timeout(timeout)
 
     # ------------------------------------------------------------------ life
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._live().set_timeout(timeout)
+        self.communicator.group.set_timeout(timeout)
 
     def abort(self) -> None:
-        if self.inner is not None:
-            self.inner.sever()
+        self.communicator.abort()
 
     def shutdown(self) -> None:
         self._fabric.drop(self)
-        inner, self.inner = self.inner, None
-        if inner is not None:
-            inner.close()
+        self.communicator.close()
 
     def leave(self) -> None:
         """The process ends: join gloo's threads. NCCL's own end could wait for peers: its groups stay as they are."""
@@ -528,6 +547,13 @@ def _finish_methods() -> None:
 
 
 _finish_methods()
+
+
+def _captured(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} while a CUDA graph is captured: the graph would hold connections that a recovery replaces",
+        hint="keep collectives out of the graph, and compile without mode='reduce-overhead' or 'max-autotune'",
+    )
 
 
 def _as_list(tensors: Any) -> list[Tensor]:

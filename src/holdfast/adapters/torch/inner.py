@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from holdfast.adapters.torch import private
 from holdfast.adapters.torch.gloo import Endpoints, Recorder, connect
-from holdfast.adapters.torch.nccl import Abort, Abortable
+from holdfast.adapters.torch.nccl import Abort, Abortable, error_of
 from holdfast.adapters.torch.private import Backend, PrefixStore, Store
 from holdfast.errors import GroupError, HoldfastError
 
@@ -58,13 +58,17 @@ class BuiltGroup:
         store: Store,
         endpoints: Sequence[Endpoints],
         abortable: Sequence[Abortable],
+        recorder: Any = None,
     ) -> None:
         self._group = group
-        self._store = store  # NCCL connects late, and C++ does not keep the Python half of a store
+        self._kept = (
+            store,
+            recorder,
+        )  # NCCL connects late, and C++ keeps neither the Python half of a store nor a hook
         self._endpoints = endpoints
         self._abortable = abortable
         self._lock = threading.Lock()
-        self._aborts: list[Abort] | None = None
+        self._abort: Abort | None = None
         self._burial: threading.Thread | None = None
 
     @property
@@ -72,39 +76,50 @@ class BuiltGroup:
         """The C++ group."""
         return self._group
 
-    def sever(self) -> None:
-        """Shut gloo's sockets, begin to abort NCCL. Idempotent, from any thread.
+    def unsevered(self) -> Sequence[Abortable]:
+        """The backends of NCCL whose abort has not begun."""
+        return self._abortable if self._abort is None else ()
 
-        Whoever lets go of the group from now on does not destroy it: its destructor joins threads that may wait for a
-        long time yet.
+    def sever(self, abort: Abort | None = None) -> None:
+        """Shut gloo's sockets. Idempotent, from any thread.
+
+        From now on the group is not destroyed when the last reference ends: its destructor joins threads that may wait
+        for a long time yet.
+
+        Args:
+            abort: aborts :meth:`unsevered` together with other groups; without it, the group aborts its own.
         """
         with self._lock:
-            if self._aborts is None:
+            if self._abort is None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-                self._aborts = [Abort(backend).start() for backend in self._abortable]
+                self._abort = abort or Abort(self._abortable).start()
         for endpoints in self._endpoints:
             endpoints.shutdown()
 
     def severed(self) -> bool:
-        """True when every abort that was begun has returned."""
-        return all(abort.done for abort in self._aborts or ())
+        """True when the abort that was begun has returned."""
+        return self._abort is None or self._abort.done
+
+    def error(self) -> str:
+        """What NCCL has found beside the collectives, or an empty text."""
+        return next(filter(None, map(error_of, self.unsevered())), "")
+
+    def connected(self) -> bool:
+        """True when a communicator of NCCL exists."""
+        return any(private.is_connected(backend) for backend in self._abortable)
 
     def close(self) -> None:
         """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
-        if self._aborts is None:
+        if self._abort is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
             endpoints.close()
 
     def bury(self) -> None:
-        """Give back what a severed group holds: our duplicates at once, what gloo has beside the caller.
-
-        NCCL's own end could wait for peers: with it the group stays for ever.
-        """
+        """Give back what a severed group holds: our duplicates at once, what gloo and NCCL have beside the caller."""
         self.close()
-        if not self._abortable:
-            self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
-            self._burial.start()
+        self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
+        self._burial.start()
 
     def buried(self, timeout_s: float = 0.0) -> bool:
         """Nothing is left of a group that was to be buried."""
@@ -113,17 +128,31 @@ class BuiltGroup:
         return self._burial is not None and not self._burial.is_alive()
 
     def _destroy(self) -> None:
-        """The destructor runs, without the interpreter's lock, where the last reference ends: here."""
+        """The destructor runs, without the interpreter's lock, where the last reference ends: here.
+
+        A group of NCCL holds device memory and the tensors of its collectives. Its destructor would wait for an abort
+        under way; with an abort that never returns, the group stays.
+        """
+        if self._abort is not None:
+            self._abort.wait()
+        self._abortable = ()
         group = self._group
-        del self._group
+        del self._group, self._kept
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))  # of :meth:`sever`
 
 
-def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Callable[[], str]) -> BuiltGroup:
+def build(
+    spec: GroupSpec,
+    store: Store,
+    connect_timeout: timedelta,
+    stop: Callable[[], str],
+    connect_on: torch.device | None = None,
+) -> BuiltGroup:
     """Connect the members of ``spec`` through ``store``.
 
     Args:
         connect_timeout: bound of the connection phase.
+        connect_on: the device that NCCL connects at once; None: at its first collective.
         stop: non-empty: do not wait for the peers any longer.
 
     Raises:
@@ -141,7 +170,7 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Calla
                 if name == GLOO:
                     made[name] = _gloo(spec, prefixed, connect_timeout, stop, endpoints)
                 else:
-                    made[name] = _nccl(spec, prefixed, abortable)
+                    made[name] = _nccl(spec, prefixed, connect_on, stop, abortable)
                 private.number_collectives(made[name])
             private.give_backend(group, device, made[name], name == NCCL)
     except HoldfastError:
@@ -150,10 +179,12 @@ def build(spec: GroupSpec, store: Store, connect_timeout: timedelta, stop: Calla
         raise GroupError(
             f"process group {spec.name} (rank {spec.rank} of {spec.world_size}) could not be built: {error}"
         ) from error
-    if spec.device is not None and NCCL in made:
-        group.bound_device_id = spec.device
-        made[NCCL].eager_connect_single_device(spec.device)
-    return BuiltGroup(group, store, endpoints, abortable)
+    recorder = None
+    if NCCL in made:
+        recorder = private.record_collectives(group, made[NCCL], spec.order[0] or range(spec.world_size))
+        if spec.device is not None:
+            group.bound_device_id = spec.device
+    return BuiltGroup(group, store, endpoints, abortable, recorder)
 
 
 def _gloo(
@@ -174,8 +205,29 @@ def _gloo(
     return backend
 
 
-def _nccl(spec: GroupSpec, store: Store, abortable: list[Abortable]) -> Backend:
+def _nccl(
+    spec: GroupSpec,
+    store: Store,
+    connect_on: torch.device | None,
+    stop: Callable[[], str],
+    abortable: list[Abortable],
+) -> Backend:
+    """NCCL waits for its peers while it connects, and nothing but an abort ends that: see :func:`connect`."""
     options = private.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
-    backend = private.new_nccl(store, spec.rank, spec.world_size, options, spec.device)
-    abortable.append(backend)
-    return cast(Backend, backend)
+    device = private.nccl_device(spec.device or connect_on)
+    begun: list[Any] = []
+
+    def make() -> Backend:
+        backend = private.new_nccl(store, spec.rank, spec.world_size, options, device)
+        begun.append(backend)
+        if connect_on is not None:
+            backend.eager_connect_single_device(connect_on)
+        return cast(Backend, backend)
+
+    try:
+        made = connect(make, stop)
+    except GroupError:
+        Abort(begun).start()
+        raise
+    abortable.append(cast(Abortable, made))
+    return made

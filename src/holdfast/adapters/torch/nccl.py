@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from holdfast.adapters.torch import private
 
 SURVIVE: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 3 as shipped: the first error of a peer ends this process
@@ -33,23 +35,52 @@ class Abortable(Protocol):
 
     def abort(self) -> None: ...
 
+    def get_error(self) -> Any: ...
+
 
 class Abort:
-    """One abort under way. It runs in a daemon thread; whoever waits for :attr:`done` sets the bound."""
+    """One abort of several backends, under way in a daemon thread; the waiter sets the bound.
 
-    def __init__(self, backend: Abortable) -> None:
-        self._backend = backend
-        self.done = False
+    Communicators that are aborted one after the other can wait for each other (nccl issue 1013, torch issue 119797):
+    all communicators of a process are aborted inside one NCCL group call.
+    """
+
+    def __init__(self, backends: Sequence[Abortable]) -> None:
+        self._backends = backends
+        self._ended = threading.Event()
         self.error: RuntimeError | None = None
+
+    @property
+    def done(self) -> bool:
+        """True when every backend is aborted."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when every backend is aborted; that may be never."""
+        self._ended.wait()
 
     def start(self) -> Abort:
         """Begin; returns at once."""
-        threading.Thread(target=self._run, name="holdfast-nccl-abort", daemon=True).start()
+        if self._backends:
+            threading.Thread(target=self._run, name="holdfast-nccl-abort", daemon=True).start()
+        else:
+            self._ended.set()
         return self
 
     def _run(self) -> None:
-        try:
-            self._backend.abort()
-        except RuntimeError as error:  # an abort that raises has ended too; the caller may look at the error
-            self.error = error
-        self.done = True
+        end = private.begin_together(self._backends[0])
+        for call in (*(backend.abort for backend in self._backends), end):
+            try:
+                call()
+            except (
+                RuntimeError
+            ) as error:  # an abort that raises has ended too; the caller may look at the error
+                self.error = error
+        self._ended.set()
+
+
+def error_of(backend: Abortable) -> str:
+    """The error that a backend has found beside the collectives (a link, another rank), or an empty text."""
+    found = backend.get_error()
+    name: str = getattr(found, "name", str(found))
+    return "" if name == "SUCCESS" else name

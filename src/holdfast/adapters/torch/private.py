@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,10 +29,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
+from holdfast.adapters.torch.private_names import SCALER_TENSORS, SCHEDULES, SHARD, STAGE, USES
 from holdfast.adapters.torch.probing import Feature, Use, Version, probe, version_of
 from holdfast.errors import UnsupportedError
 
-__all__ = ["Backend", "PrefixStore", "Store", "Work", "callback_handler", "tree_map_only"]
+__all__ = [
+    "SCALER_TENSORS",
+    "USES",
+    "Backend",
+    "PrefixStore",
+    "Store",
+    "Work",
+    "callback_handler",
+    "tree_map_only",
+]
 
 TESTED_LEAST: Version = (2, 12)
 TESTED_MOST: Version = (2, 15)
@@ -44,96 +54,6 @@ _HELPER = "_new_process_group_helper"
 _RECORDER = "_maybe_attach_flight_recorder"
 _BATCHED = "batch_isend_irecv"
 _SCHEME = "env"
-
-
-_C10D = "torch.distributed.distributed_c10d"
-_C = "torch._C._distributed_c10d"
-_SHARD = "torch.distributed.fsdp._fully_shard"
-_SCHEDULES = "torch.distributed.pipelining.schedules"
-_STAGE = "torch.distributed.pipelining.stage"
-_DDP = "torch.nn.parallel:DistributedDataParallel"
-
-
-def _uses() -> Iterator[Use]:
-    groups, nccl, newest = Feature.GROUPS, Feature.NCCL, (2, 15)
-    helper = ("backend", "backend_options", "device_id", "timeout", "store", "group_rank", "group_size")
-    yield Use(f"{_C10D}:{_HELPER}", "groups that can be rebuilt behind gloo and nccl", groups, takes=helper)
-    yield from _each(
-        f"{_C10D}:", ("_world", "_World.pg_map", "_World.pg_backend_config"), "dist.get_backend()", groups
-    )
-    yield Use(f"{_C10D}:{_RECORDER}", "not on the outer group, which has no C++ backend", groups, newest)
-    yield Use("torch.distributed.rendezvous:_rendezvous_handlers", "env:// gives the control store", groups)
-    built = ("_register_backend", "_set_default_backend", "_set_group_name", "_set_group_desc")
-    yield from _each(f"{_C}:ProcessGroup.", built, "build an inner group", groups)
-    answered = ("_get_backend", "_device_types", "_start_coalescing", "_end_coalescing")
-    yield from _each(f"{_C}:ProcessGroup.", answered, "answered by the group that user code holds", groups)
-    yield Use(f"{_C}:Backend._set_sequence_number_for_group", "build an inner group", groups)
-    yield Use(f"{_C}:ProcessGroupGloo._set_default_timeout", "one bound to connect, another to work", groups)
-    yield Use(f"{_C}:FakeProcessGroup._create_internal", "a backend for a rehearsal without peers", groups)
-    yield Use(f"{_C}:_set_global_rank", "the rank of a spare that was called", groups)
-    yield Use("torch._C:_current_graph_task_id", "find an optimizer that steps during backward", groups)
-    yield Use("torch._dynamo.callback:callback_handler", "a compilation is no hang", groups)
-    yield Use(f"{_C10D}:_coalescing_manager", "batched sends and receives in one launch", nccl)
-    yield Use(f"{_C10D}:ProcessGroupNCCL.abort", "leave a collective of NCCL", nccl)
-    yield Use(f"{_C10D}:ProcessGroupNCCL2", "the implementation behind the name nccl", nccl, (2, 14))
-    yield Use(f"{_C}:FlightRecorderHook.attach", "record the collectives of NCCL2", nccl, (2, 14))
-    yield Use(f"{_C}:_dump_nccl_trace_json", "where the devices of a rank that hangs are", nccl)
-    yield Use(f"{_C}:_dump_fr_trace_json", "evidence of a hang", groups)
-
-    ddp = Feature.DDP
-    yield Use(f"{_DDP}._comm_hooks", "refuse a hook with a state", ddp)
-    yield Use(f"{_DDP}._has_rebuilt_buckets", "the order of the sums in a replacement", ddp)
-    yield Use(f"{_DDP}._register_builtin_comm_hook", "refuse a hook that runs in C++", ddp)
-    yield Use("torch.distributed:Reducer._reset_state", "forget an aborted backward", ddp)
-    yield Use("torch.distributed:Reducer._rebuild_buckets", "as _has_rebuilt_buckets", ddp)
-
-    fsdp, forget = Feature.FSDP2, "forget an aborted pass"
-    yield Use("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "find what one module holds", fsdp)
-    state = ("_training_state", "_modules_to_run_forward", "_fsdp_param_groups", "_is_root")
-    yield from _each(f"{_SHARD}._fsdp_state:FSDPState.", (*state, "_comm_ctx", "_state_ctx"), forget, fsdp)
-    yield Use(f"{_SHARD}._fsdp_common:TrainingState.IDLE", forget, fsdp)
-    group = ("_training_state", "_all_gather_result", "_post_forward_indices", "_partial_reduce_output")
-    events = ("_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state")
-    yield from _each(f"{_SHARD}._fsdp_param_group:FSDPParamGroup.", (*group, *events), forget, fsdp)
-    yield Use(f"{_SHARD}._fsdp_param:FSDPParam._unsharded_param", "drop gradients of an aborted pass", fsdp)
-
-    composable = "torch.distributed._composable.replicate_with_fsdp"
-    yield Use(f"{composable}:replicate", "the drill's data parallelism in a mesh", fsdp)
-
-    pipelines, forget = Feature.PIPELINES, "forget an aborted step"
-    yield Use(f"{_SCHEDULES}:_PipelineSchedule._internal_losses", forget, pipelines)
-    for kind, word in (("PipelineScheduleSingle", "_stage"), ("PipelineScheduleMulti", "_stages")):
-        flags = (word, f"{word}_forward_initialized", f"{word}_backward_initialized")
-        yield from _each(f"{_SCHEDULES}:{kind}.", flags, "greet the neighbours again", pipelines)
-    held = ("bwd_cache", "backward_state", "dw_runner", "args_recv_info", "grad_recv_info")
-    yield from _each(f"{_STAGE}:_PipelineStageBase.", held, forget, pipelines)
-    yield Use(f"{_STAGE}:_PipelineStageBase._gradient_reduction_handle", forget, pipelines, newest)
-
-    state_of = Feature.STATE
-    yield Use("torch.distributed.tensor:DTensor._local_tensor", "the memory of this rank", state_of)
-    yield Use("torch.distributed.tensor:Shard._split_tensor", "which region a rank holds", state_of)
-    yield Use("torch.nn:Module._non_persistent_buffers_set", "what state_dict() leaves out", state_of)
-    yield Use("torch.nn:Module._buffers", "the tensor that is in a buffer's place now", state_of)
-    yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
-    yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
-    yield Use("torch.cuda:_lazy_init", "a spare waits before it uses a GPU", state_of)
-    yield Use("torch.amp:GradScaler._per_optimizer_states", "forget that gradients were unscaled", state_of)
-    yield from _each("torch.amp:GradScaler.", SCALER_TENSORS, "its state, without a wait", state_of)
-
-    data = "torch.utils.data.dataloader"
-    yield Use(f"{data}:_get_distributed_settings", "a spare is not asked for its rank", Feature.DATA)
-    yield Use(f"{data}:_MultiProcessingDataLoaderIter._shutdown_workers", "end them at once", Feature.DATA)
-    yield Use("torch.utils._pytree:tree_map_only", "tensors of a batch of any shape", Feature.DATA)
-
-
-def _each(owner: str, names: Sequence[str], purpose: str, feature: Feature) -> Iterator[Use]:
-    return (Use(f"{owner}{name}", purpose, feature) for name in names)
-
-
-SCALER_TENSORS = ("_scale", "_growth_tracker")
-"""The state of a ``GradScaler`` that lies on the device."""
-
-USES: tuple[Use, ...] = tuple(_uses())
 
 
 def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
@@ -250,8 +170,9 @@ def give_old_names(outer: type[dist.ProcessGroup]) -> None:
 
 
 def number_collectives(backend: Backend) -> None:
-    """Begin to count the collectives of a backend."""
-    backend._set_sequence_number_for_group()
+    """Begin to count the collectives of a backend; from torch 2.14 on it counts from the start."""
+    if version_of(torch.__version__) < (2, 14):
+        backend._set_sequence_number_for_group()
 
 
 def name_backend(backend: Any, ranks: Sequence[int], name: str) -> None:
@@ -298,19 +219,28 @@ def rendezvous_handlers() -> tuple[dict[str, Any], str]:
 
 
 def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: torch.device | None) -> Any:
-    """A backend of the kind that torch puts behind the name ``nccl``.
-
-    From 2.14 on that is ``ProcessGroupNCCL2``, unless the user has chosen the old one with TORCH_DIST_USE_NCCL2=0.
+    """A backend of the kind that torch puts behind the name ``nccl``; it may connect at once, and block.
 
     Args:
-        device: the device that the default group is bound to, or None: then the one of this process.
+        device: from :func:`nccl_device`.
     """
-    newer = getattr(c10d, "ProcessGroupNCCL2", None)
-    if newer is None or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+    if device is None:
         return c10d.ProcessGroupNCCL(store, rank, world_size, options)
-    return newer(
-        store, rank, world_size, options, device or torch.device("cuda", torch.cuda.current_device())
-    )
+    return c10d.ProcessGroupNCCL2(store, rank, world_size, options, device)
+
+
+def nccl_device(bound: torch.device | None) -> torch.device | None:
+    """The device of a backend that is made for one device; None for a backend that finds it at each collective.
+
+    From 2.14 on torch makes ``ProcessGroupNCCL2``, which is of the first kind, unless the user has chosen the old one
+    with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        bound: the device that the default group is bound to, or None: then the one of this thread.
+    """
+    if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return None
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: str) -> Any:
@@ -333,6 +263,40 @@ def recorded_collectives() -> dict[str, bytes]:
         if version_of(torch.__version__) >= (2, 15):  # before, it is in the first one
             found["nccl2"] = native._dump_fr_trace_json(backend="nccl2")
     return found
+
+
+def begin_together(backend: Any) -> Callable[[], None]:
+    """Calls to NCCL of this thread are launched together from now on, until what is returned is called.
+
+    ``ProcessGroupNCCL2`` does so for the communicators that it aborts.
+    """
+    if not hasattr(backend, "_group_start"):
+        return lambda: None
+    backend._group_start()
+    return cast(Callable[[], None], backend._group_end)
+
+
+def is_connected(backend: Any) -> bool:
+    """True when a backend of NCCL has a communicator; ``ProcessGroupNCCL2`` does not say, and has one."""
+    return not hasattr(backend, "_is_initialized") or bool(backend._is_initialized())
+
+
+def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[int]) -> Any:
+    """Torch's flight recorder on a group of NCCL that does not record by itself; keep what is returned with the group.
+
+    Returns: the recorder's handle, or None where there is nothing to attach.
+    """
+    newer = getattr(c10d, "ProcessGroupNCCL2", None)
+    if newer is None or not isinstance(nccl, newer) or _recorder_size() == 0:
+        return None
+    native: Any = torch._C._distributed_c10d
+    return native.FlightRecorderHook.attach(group, list(ranks))
+
+
+def _recorder_size() -> int:
+    """As torch reads it: the first variable that is set wins, 0 turns the recorder off."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return int(next((value for name in names if (value := os.environ.get(name))), "2000"))
 
 
 # ---------------------------------------------------------------- devices
@@ -419,7 +383,7 @@ def reset_sharded(modules: Sequence[FSDPModule]) -> None:
     Raises:
         AttributeError: this torch keeps FSDP2's state in another way.
     """
-    common = importlib.import_module(f"{_SHARD}._fsdp_common")
+    common = importlib.import_module(f"{SHARD}._fsdp_common")
     idle = common.TrainingState.IDLE
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     for module, state in zip(modules, states, strict=True):
@@ -470,8 +434,8 @@ def replicate(model: nn.Module, mesh: Any) -> nn.Module:
 
 # ---------------------------------------------------------------- pipelines
 
-PIPELINE_SCHEDULE = (_SCHEDULES, "_PipelineSchedule")
-PIPELINE_STAGE = (_STAGE, "_PipelineStageBase")
+PIPELINE_SCHEDULE = (SCHEDULES, "_PipelineSchedule")
+PIPELINE_STAGE = (STAGE, "_PipelineStageBase")
 """Module and class, for objects that are looked for without the import of a module that is slow to import."""
 
 

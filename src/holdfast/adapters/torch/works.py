@@ -28,7 +28,10 @@ Future = torch.futures.Future[Any]
 E = TypeVar("E", bound=BaseException)
 
 _BUGS = (AttributeError, TypeError, NotImplementedError, ValueError, IndexError)
-_ARGUMENT_CHECK = "ProcessGroupGloo::"  # prefix of gloo's complaints about arguments of the call
+_COMPLAINTS = (
+    "ProcessGroupGloo::",  # prefix of gloo's complaints about arguments of the call
+    "No backend type associated with device type",  # a tensor on a device that the group has no backend for
+)
 
 
 class Wait(Enum):
@@ -40,8 +43,10 @@ class Wait(Enum):
 
 
 def is_bug(error: BaseException) -> bool:
-    """True when ``error`` comes from a wrong call, not from a lost peer."""
-    return isinstance(error, _BUGS) or _ARGUMENT_CHECK in str(error)
+    """True when ``error`` comes from a wrong call or from this process alone, not from a lost peer."""
+    if isinstance(error, (*_BUGS, torch.OutOfMemoryError)):
+        return True
+    return any(complaint in str(error) for complaint in _COMPLAINTS)
 
 
 class InnerWork(Protocol):
