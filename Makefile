@@ -21,7 +21,7 @@ SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 # The tests start a thousand processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv drill test more check frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm
+.PHONY: help venv drill test more check gpu frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -46,6 +46,9 @@ more: venv  ## the repetitions: more places, layouts and moments of faults (4 mi
 
 check: venv  ## lint, format, types, rings
 	VENV=$(VENV) scripts/check
+
+gpu: venv  ## on a machine with a GPU: NCCL with one rank, and four ranks that share the device
+	HOLDFAST_GPU=1 $(VENV)/bin/python -m pytest tests/gpu
 
 frameworks:  ## tests with Hugging Face, Lightning, Megatron, MindSpore, ...: each in an environment of its own
 	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/frameworks

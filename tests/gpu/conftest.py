@@ -1,0 +1,38 @@
+"""Tests that need a GPU, which several processes share: ``make gpu`` sets HOLDFAST_GPU=1; skipped otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.worlds import Worlds
+
+HERE = Path(__file__).parent
+WANTED = "HOLDFAST_GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nothing here runs unless it is asked for."""
+    if os.environ.get(WANTED) != "1":
+        for item in items:
+            if item.path.parent == HERE:
+                item.add_marker(pytest.mark.skip(reason="make gpu"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> None:
+    """Asked for on a machine without a GPU, all of it fails: a suite that is skipped would pass for one that ran."""
+    import torch
+
+    assert torch.cuda.is_available(), f"{WANTED}=1, and torch {torch.__version__} sees no GPU (nvidia-smi)"
+
+
+@pytest.fixture(scope="session")
+def worlds(device: None) -> Iterator[Worlds]:
+    """Processes that are forked before CUDA is initialised."""
+    server = Worlds("tests.gpu.scenarios")
+    yield server
+    server.close()

@@ -1,0 +1,196 @@
+"""What one process does with a GPU; run by ``test_one_process.py``."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast.adapters.base import Hooks
+from holdfast.adapters.torch.adapter import TorchAdapter
+from holdfast.adapters.torch.boxes import byte_view
+from holdfast.adapters.torch.fabric import fabric
+from holdfast.adapters.torch.rng import reseed
+from holdfast.adapters.torch.state import Collected
+from holdfast.core.ids import Generation
+from holdfast.store.copies import Extent
+from tests.adapters.worlds import Line
+
+DEVICE = torch.device("cuda", 0)
+LIMIT = timedelta(seconds=300)
+BEHIND_CYCLES = 1_000_000_000
+"""So long a stream is busy before it does what is asked: half a second and more."""
+
+
+def _free_bytes() -> int:
+    """Of the device, with nothing cached here."""
+    gc.collect()
+    torch.cuda.synchronize(DEVICE)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    return int(free)
+
+
+def _held() -> dict[str, int]:
+    """What this process holds of the device and of the system."""
+    descriptors, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+    return {"free_bytes": _free_bytes(), "descriptors": descriptors, "threads": threads}
+
+
+def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[str, int]]:
+    """NCCL with one rank: the group is aborted, with a collective under way in every other generation, and rebuilt.
+
+    Returns: what is held in generation ``first``, and in the last one as soon as it is no more, or after 10 s.
+    """
+    if older:
+        os.environ["TORCH_DIST_USE_NCCL2"] = "0"
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl", timeout=LIMIT)
+    state = fabric()
+    found = []
+    for number in range(1, generations + 1):
+        state.shield(True)
+        sum_ = torch.full((1 << 20,), float(number), device=DEVICE)
+        dist.all_reduce(sum_)
+        torch.cuda.synchronize(DEVICE)
+        assert float(sum_[-1]) == number, "of one rank the sum is its own"
+        if number == first:
+            found.append(_held())
+        if number == generations:
+            break
+        works = []
+        if number % 2:
+            torch.cuda._sleep(BEHIND_CYCLES // 100)  # type: ignore[no-untyped-call]
+            works.append(dist.all_reduce(sum_, async_op=True))
+        state.poison("a test")
+        for work in works:
+            assert work is not None
+            work.wait()
+        del works, sum_
+        state.shield(False)
+        state.reconfigure(Generation(1, number + 1))
+    until_s = time.monotonic() + 10.0
+    last = _held()
+    while last["free_bytes"] < found[0]["free_bytes"] and time.monotonic() < until_s:
+        time.sleep(0.1)  # what was aborted ends beside this thread
+        last = _held()
+    return [*found, last]
+
+
+def _adapter(numel: int, **extras: Any) -> tuple[TorchAdapter, nn.Module]:
+    """A model with a weight whose memory is not its bytes in C order."""
+    reseed(7, 0, 0)
+    model = nn.Linear(numel // 512, 512).to(DEVICE)
+    model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TorchAdapter(model, optimizer, None, None, extras, 7), model
+
+
+def pinned_copies(line: Line) -> dict[str, Any]:
+    """The state is copied into locked pages of shared memory, in pieces, as a save does."""
+    adapter, _ = _adapter(1 << 20)
+    collected = adapter.collect()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in collected.tensors.values())
+    area = memoryview(mmap.mmap(-1, size))
+    unpin = adapter.pin(area)
+    pinned = torch.frombuffer(area, dtype=torch.uint8).is_pinned()
+    at, piece, same = 0, 100_003, True
+    for fqn, tensor in collected.tensors.items():
+        (box,) = collected.parts(fqn)
+        length = tensor.numel() * tensor.element_size()
+        for start in range(0, length, piece):
+            stop = min(start + piece, length)
+            collected.copy_to(fqn, box, start, stop, area[at + start : at + stop])
+        collected.finish_copies()
+        same = same and bytes(area[at : at + length]) == bytes(byte_view(tensor.detach().cpu()))
+        at += length
+    unpin()
+    after = torch.frombuffer(area, dtype=torch.uint8).is_pinned()
+    return {"pinned": pinned, "same": same, "after": after}
+
+
+def compared(line: Line, numel: int) -> dict[str, Any]:
+    """Copies of the state are compared on the device, with less memory than the state takes."""
+    adapter, _ = _adapter(numel)
+    collected = adapter.collect()
+    twin = Collected()
+    for fqn, tensor in collected.tensors.items():
+        twin.add(tensor.detach().cpu(), fqn)
+    parts = [Extent(fqn, box, 0, tensor.numel() * 4) for fqn, tensor in collected.tensors.items()
+             for box in collected.parts(fqn)]  # fmt: skip
+    torch.cuda.synchronize(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    digest = adapter.digest(collected, parts)
+    peak = torch.cuda.max_memory_allocated(DEVICE) - before
+    return {"same": digest == adapter.digest(twin, parts), "peak_bytes": peak}
+
+
+@contextmanager
+def _late_stream() -> Iterator[None]:
+    """A stream that is far behind its host."""
+    stream = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(DEVICE))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BEHIND_CYCLES)  # type: ignore[no-untyped-call]
+        yield
+
+
+def collected_late(line: Line) -> dict[str, Any]:
+    """Another thread reads the state while a stream of the script is still to change it."""
+    adapter, model = _adapter(1 << 18)
+    before = model.get_parameter("bias").detach().clone()
+    with _late_stream(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    read: list[bytes] = []
+
+    def give() -> None:
+        collected = adapter.collect()
+        (box,) = collected.parts("bias")
+        read.append(bytes(collected.view("bias", box)))
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    giver.join()
+    return {"same": read == [bytes(byte_view((before + 1.0).cpu()))]}
+
+
+def put_back_late(line: Line) -> list[float]:
+    """A block on a stream of the script is aborted: what it is to find was written by the same stream before it.
+
+    Returns: the average after the aborted block, which is the second one, and after the third one.
+    """
+    average = torch.zeros(1 << 18, device=DEVICE)
+    adapter, _ = _adapter(1 << 18, average=average)
+    adapter.attach(
+        Hooks(lambda: None, lambda name: None, lambda name: None),
+        lambda reason: None,
+        lambda count, what: None,
+    )
+    found = []
+    for step in range(3):
+        adapter.begin(step)
+        with _late_stream():
+            adapter.state.optimizers["default"].optimizer.step()
+            average.add_(1.0)
+        if step == 1:
+            adapter.abort()
+        else:
+            adapter.prepare_vote()
+            adapter.end()
+        if step:
+            with _late_stream():
+                found.append(float(average[-1]))
+    adapter.detach()
+    return found
