@@ -52,6 +52,28 @@ def test_a_plain_script_sees_what_torchrun_would_show(tmp_path: Path) -> None:
         assert one["device"] == "ValueError" and one["home"] == os.environ["HOME"]
 
 
+EARLY = """\
+import json, logging, os, pathlib
+os.environ["TORCH_LOGS"] = "+dynamo"
+os.environ["OMP_NUM_THREADS"] = "2"
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+groups = type(dist.distributed_c10d._get_default_group()).__name__
+level = logging.getLogger("torch._dynamo").getEffectiveLevel()
+pathlib.Path("early-" + os.environ["RANK"]).write_text(json.dumps([level, torch.get_num_threads(), groups]))
+"""
+
+
+def test_variables_that_a_script_sets_before_it_imports_torch_count(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    done = run_job(tmp_path, 2, "--run-id", "it", "early.py")
+    assert done.returncode == 0, done.stdout
+    threads = min(2, len(os.sched_getaffinity(0)))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"early-{rank}").read_text()) == [10, threads, "ReconfigurableGroup"]
+    assert "early.py:2: TORCH_LOGS is set before torch is imported" in done.stdout
+
+
 def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> None:
     done = run_job(tmp_path, RANKS, "--run-id", "it", "--hang-floor", "0.3", HANGS)
     run = tmp_path / "runs" / "it"

@@ -6,7 +6,11 @@ Only names: nothing here loads a framework.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from holdfast.core.sightings import Records
@@ -70,17 +74,20 @@ COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker")
 def install_framework(name: FrameworkName) -> None:
     """Make this worker ready for its framework. A torch that is not installed is no error: the script may need none.
 
+    A torch that is not loaded is made ready when the script imports it: variables that it sets before count.
+
     Raises:
         ScriptError: a framework was asked for by name and is not installed.
     """
     framework = FRAMEWORKS[name]
+    if name == "torch" and framework.package not in sys.modules:
+        sys.meta_path.insert(0, _WhenImported(framework))
+        return
     try:
         module = importlib.import_module(framework.install_module)
     except ModuleNotFoundError as error:
         if error.name != framework.package:
             raise
-        if name == "torch":
-            return
         raise ScriptError(
             f"--framework {name}: {framework.package} is not installed for this interpreter",
             hint=f"pip install {framework.requirement}",
@@ -95,3 +102,28 @@ def records(name: FrameworkName) -> Records:
         return Records()
     found: Records = importlib.import_module(framework.records_module).records()
     return found
+
+
+class _WhenImported:
+    """A finder that lets a framework be made ready as soon as it is imported, once."""
+
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The framework's own spec, whose loader does one thing more; None for other modules."""
+        if name != self._framework.package:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_install(module: ModuleType) -> None:
+                load(module)
+                importlib.import_module(self._framework.install_module).install()
+
+            spec.loader.exec_module = load_and_install  # type: ignore[method-assign]
+        return spec

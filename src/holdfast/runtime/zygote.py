@@ -28,6 +28,7 @@ from pathlib import Path
 from holdfast.errors import ProtocolError
 from holdfast.exits import Exit
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.early import early_variable, sources
 from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
 from holdfast.runtime.pids import heed_warnings, ignore_warnings
@@ -42,6 +43,7 @@ from holdfast.runtime.spawn import (
     Spawn,
     Spawned,
     ZygoteMessage,
+    thread_count,
 )
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
@@ -294,11 +296,22 @@ def become_worker(spawn: Spawn) -> int:
     return worker.main()
 
 
+def _early(settings: RunSettings) -> str:
+    """Why the workers of this script cannot be forked: it sets variables that torch reads. Empty: they can."""
+    if settings.framework != "torch" or settings.kind == "executable":
+        return ""
+    env = {**os.environ, "OMP_NUM_THREADS": str(thread_count(settings)), **settings.env}
+    files, root = sources(settings.kind, settings.target, Path(settings.cwd or "."))
+    found = early_variable(files, root, env)
+    return f"{found} is set before torch is imported (set it for the command instead)" if found else ""
+
+
 def main(run_dir: str) -> int:
     """Run the zygote of ``run_dir``; in a forked child, its worker."""
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
-    preloaded = preload(settings.framework, settings.preload)
+    early = _early(settings)
+    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
     spawn = Zygote(run, run.token(), preloaded, socket.create_server(("127.0.0.1", 0))).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
