@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli.flags import FLAGS, Flag
-from tests.cli.command import Run
+from tests.cli.command import HOLDFAST, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = [f.name for f in FLAGS]
+NEWER = {"log_line_prefix_template", "print_completion"}
+"""Flags of torchrun that it has from 2.14 on; the oldest torch that is tested lacks them."""
 
 
 def torch_actions() -> list[argparse.Action]:
@@ -25,7 +29,8 @@ def torch_actions() -> list[argparse.Action]:
 def test_every_flag_of_torchrun_is_known() -> None:
     theirs = {action.dest: set(action.option_strings) for action in torch_actions()}
     ours = {flag.key: set(flag.spellings) for flag in FLAGS if not flag.ours}
-    assert ours == theirs
+    assert ours.keys() - theirs.keys() in (set(), NEWER)
+    assert {key: ours[key] for key in theirs} == theirs
 
 
 @pytest.mark.torch
@@ -37,7 +42,8 @@ def test_flags_take_values_where_torchrun_takes_them() -> None:
 @pytest.mark.torch
 def test_variables_are_those_of_torchrun() -> None:
     theirs = {a.dest for a in torch_actions() if type(a).__name__ in ("env", "check_env")}
-    assert {flag.key for flag in FLAGS if flag.variable and not flag.ours} == theirs
+    ours = {flag.key for flag in FLAGS if flag.variable and not flag.ours}
+    assert theirs | (ours & NEWER) == ours
     assert all(f.variable == f"PET_{f.key.upper()}" for f in FLAGS if f.variable and not f.ours)
 
 
@@ -56,6 +62,31 @@ def test_help_names_every_flag(holdfast: Run) -> None:
     result = holdfast("run", "--help")
     assert result.returncode == 0
     assert [f.name for f in FLAGS if f.name not in result.stdout] == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_what_a_shell_reads_to_complete_the_command(shell: str, holdfast: Run, tmp_path: Path) -> None:
+    result = holdfast("run", "--print-completion", shell)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "holdfast" in result.stdout
+    if shell == "tcsh":
+        assert "nproc-per-node" in result.stdout and "ranktable" in result.stdout
+    elif shell == "bash":
+        (tmp_path / "script").write_text(result.stdout)
+        typed = (
+            "source ./script; COMP_WORDS=(holdfast run --log-l); COMP_CWORD=2; _holdfast_completion holdfast"
+        )
+        path = f"{Path(HOLDFAST).parent}:{os.environ['PATH']}"
+        shown = subprocess.run(
+            ["bash", "-c", f"{typed}; echo ${{COMPREPLY[@]}}"],
+            cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert shown.stdout == "--log-line-prefix-template\n"
+
+
+def test_another_shell_is_answered_with_the_known_ones(holdfast: Run) -> None:
+    result = holdfast("run", "--print-completion", "ksh")
+    assert result.returncode == 2 and "bash, zsh, fish, tcsh" in result.stderr
 
 
 def as_arguments(flag: Flag, spelling: str) -> list[str]:

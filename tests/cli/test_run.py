@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -64,6 +65,21 @@ def start(root: Path, *args: str) -> subprocess.Popen[str]:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)
         time.sleep(0.05)
     return process
+
+
+def test_lines_of_ranks_begin_as_the_template_says(holdfast: Run) -> None:
+    """The command line beats the variable of torchrun; what is no word of its stays as it is."""
+    template = "${hostname}:${role_name}${local_rank}:${rank} $5 ${more}: "
+    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}
+    flags = ("--nproc-per-node", "2", "--tee", "3", "--role", "trainer")
+    result = holdfast("run", *flags, "--log-line-prefix-template", template, "train.py", "die", env=env)
+    assert result.returncode == 0, result.stderr
+    host = socket.gethostname()
+    starts = [f"{host}:trainer{rank}:{rank} $5 ${{more}}: " for rank in range(2)]
+    lines = result.stdout.splitlines()
+    assert f"{starts[0]}rank 0 says ['die']" in lines and f"{starts[1]}last words" in lines
+    assert all(line.startswith(tuple(starts)) for line in lines)
+    assert holdfast("run", "train.py", env=env).stdout == "<0> rank 0 says []\n"
 
 
 def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import click
@@ -52,11 +52,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 class Screen:
     """The console of one run. Use it as a context manager: the status line needs to be taken down."""
 
-    def __init__(self, *, marked: bool) -> None:
+    def __init__(self, *, marked: bool, prefix: Callable[[int], str] | None = None) -> None:
         """Args:
         marked: each line of a rank carries the rank.
+        prefix: what stands before the lines of a rank instead.
         """
         self._marked = marked
+        self._prefix = prefix
         self._live: Live | None = None
         self._console: Console | None = None
         self._said_at_s = time.monotonic()
@@ -78,7 +80,10 @@ class Screen:
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
         """A line that a rank printed."""
-        text = f"[rank {rank}] {line}" if self._marked or always_marked else line
+        if self._prefix is not None:
+            text = f"{self._prefix(rank)}{line}"
+        else:
+            text = f"[rank {rank}] {line}" if self._marked or always_marked else line
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(text))
         else:

@@ -100,6 +100,8 @@ FLAGS: tuple[Flag, ...] = (
           "0", "-r"),
     _used("--tee", "text", "local ranks whose output is shown on the console of their node (3: all; 0:3,1:3: these; "
           "default: local rank 0)", "0", "-t"),
+    _used("--log-line-prefix-template", "text", "what stands before each console line of a rank, with ${role_name}, "
+          "${local_rank}, ${rank}, ${hostname} (or TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE); torchrun's from 2.14", ""),
     _used("--local-ranks-filter", "text", "only these local ranks are shown on the console, for example 0,1", ""),
     _refused("--duplicate-stdout-filters", "text", "use `holdfast logs -f | grep ...`: logs are plain files"),
     _refused("--duplicate-stderr-filters", "text", "use `holdfast logs -f | grep ...`: logs are plain files"),
@@ -112,6 +114,8 @@ FLAGS: tuple[Flag, ...] = (
     _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
     _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
+    Flag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
+         "command, and leave; torchrun's from 2.14 on", env=False),
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
     _own("--preload", "text", "modules of the script that are slow to import (transformers.trainer,lightning.pytorch): "
          "imported once per node, before workers are forked", ""),

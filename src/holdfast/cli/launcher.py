@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 from types import FrameType
 
 from holdfast import journal
@@ -125,6 +127,23 @@ def _make_room(run_dir: RunDir) -> Path | None:
         ) from error
 
 
+def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
+    """What stands before the lines of a rank of this node, by torchrun's template; of another node's its number."""
+    text, role, hostname = Template(template), watch.settings.role, socket.gethostname()
+    known: dict[int, int] = {}
+    count = 0
+
+    def prefix(rank: int) -> str:
+        nonlocal known, count
+        if rank not in known or len(watch.story.places) != count:
+            known, count = watch.local_ranks(), len(watch.story.places)
+        if rank not in known:
+            return f"[rank {rank}] "
+        return text.safe_substitute(role_name=role, rank=rank, local_rank=known[rank], hostname=hostname)
+
+    return prefix
+
+
 class Launcher:
     """One run, seen from the terminal."""
 
@@ -145,7 +164,11 @@ class Launcher:
     def run(self) -> int:
         """Until the run is over."""
         outlive_full_disk()
-        with Screen(marked=len(self.request.shown_local_ranks) > 1) as screen, self._signals():
+        marked, prefix = len(self.request.shown_local_ranks) > 1, self.request.line_prefix
+        with (
+            Screen(marked=marked, prefix=prefixes(prefix, self.watch) if prefix else None) as screen,
+            self._signals(),
+        ):
             self._open(screen)
             self.run_dir.hold_pages()
             agent = start_agent(self.run_dir.path)

@@ -36,6 +36,7 @@ _COUNT_DEVICES = {
     "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
 }
 _COUNT_TIMEOUT_S = 120
+LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # beside PET_*, as torchrun reads it
 
 Number = TypeVar("Number", int, float)
 
@@ -50,6 +51,7 @@ class Request:
     signals: tuple[signal.Signals, ...]
     notes: tuple[str, ...]
     token: bytes = b""  # of the job; empty: a new one is made
+    line_prefix: str = ""  # before each console line of a rank: a template, see --log-line-prefix-template
 
 
 def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
@@ -119,7 +121,9 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     notes += told + node_notes(nodes, settings)
     token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
-    return Request(settings, run_dir, shown, _signals(str(values["signals_to_handle"])), notes, token)
+    signals = _signals(str(values["signals_to_handle"]))
+    prefix = values["log_line_prefix_template"] or os.environ.get(LINE_PREFIX_VARIABLE, "")
+    return Request(settings, run_dir, shown, signals, notes, token, prefix)
 
 
 def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from holdfast.cli.completion import files, script_for
 from holdfast.cli.finite import Finite
 from holdfast.cli.flags import FLAGS, Flag
 from holdfast.cli.nodes import RUN_HELP
@@ -56,7 +57,7 @@ def _options(command: click.Command) -> click.Command:
     # The first positional argument ends our flags: whatever follows belongs to the script, even --nnodes.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
-@click.argument("script", required=False)
+@click.argument("script", required=False, shell_complete=files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **values: Any) -> int:
@@ -65,6 +66,9 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     Flags are torchrun's, in both spellings; PET_* variables work. A worker that dies is replaced and training goes on
     by itself. Ctrl-C saves at the next step and leaves; a second Ctrl-C ends at once.
     """
+    if values["print_completion"]:
+        click.echo(script_for(values["print_completion"]))
+        return 0
     if script is None:
         raise UsageError("no training script given", hint=f"holdfast run train.py  (flags: {RUN_HELP})")
     sources = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)

@@ -341,6 +341,11 @@ class Watch:
         """Which worker of this node was this rank in an attempt; None: none of them, as far as was read."""
         return self.story.places.get((attempt, rank), {}).get(self.settings.node)
 
+    def local_ranks(self) -> dict[int, int]:
+        """Of each rank that was on this node, in its newest attempt here."""
+        node, places = self.settings.node, sorted(self.story.places.items())
+        return {rank: seats[node] for (_, rank), seats in places if node in seats}
+
     def poll(self) -> RunView:
         """Read what is new and show everything."""
         self.read()

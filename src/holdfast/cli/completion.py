@@ -1,0 +1,39 @@
+"""Scripts with which a shell completes ``holdfast``: of click for bash, zsh and fish, a static one for tcsh."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from holdfast.cli.flags import FLAGS
+from holdfast.errors import UsageError
+
+PROGRAM = "holdfast"
+VARIABLE = "_HOLDFAST_COMPLETE"  # click's own name for it
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+
+def script_for(shell: str) -> str:
+    """What ``shell`` reads to complete commands, flags and the script of ``holdfast run``.
+
+    Raises:
+        UsageError: another shell.
+    """
+    from holdfast.cli.main import COMMANDS, cli  # it loads this module by the name of a command
+
+    if shell not in SHELLS:
+        raise UsageError(
+            f"--print-completion {shell}: supported are {', '.join(SHELLS)}",
+            hint="holdfast run --print-completion bash > ~/.local/share/bash-completion/completions/holdfast",
+        )
+    if shell == "tcsh":
+        flags = " ".join(flag.name.removeprefix("--") for flag in FLAGS)
+        return f"complete {PROGRAM} 'p/1/({' '.join(COMMANDS)})/' 'c/--/({flags})/' 'n/*/f/'"
+    made = get_completion_class(shell)
+    assert made is not None, "click knows these three"
+    return made(cli, {}, PROGRAM, VARIABLE).source()
+
+
+def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of files, by the shell itself."""
+    return [CompletionItem(incomplete, type="file")]
