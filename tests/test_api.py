@@ -26,6 +26,7 @@ PUBLIC = [
     "FaultError",
     "GroupError",
     "HoldfastError",
+    "ImpureBlockError",
     "InternalError",
     "KeepEvery",
     "NotMet",

@@ -8,6 +8,7 @@ Tree::
     │   ├── ScriptError             the training script is missing or cannot be started
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
+    │   │   └── ImpureBlockError    a block that runs again computes something else
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
@@ -97,6 +98,10 @@ class StateError(UserError):
 
 class StepError(UserError):
     """The step protocol was misused."""
+
+
+class ImpureBlockError(StepError):
+    """A block that runs again on the same state and batch computes something else: no fault could be repaired."""
 
 
 class EmptyLoaderError(UserError):

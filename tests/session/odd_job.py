@@ -294,10 +294,11 @@ def owning(job: Job) -> dict[str, Any]:
     walk, wrong = np.random.default_rng(job.rank), [float(job.rank)]
     sums: list[float] = [0.0]
     with job.session({"wrong": wrong, "right": [1.0]}) as s:
+        if s.own is None:
+            s.own = {"walk": walk.bit_generator.state, "sums": sums}
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
-                if s.own is not None:
-                    walk.bit_generator.state, sums = s.own["walk"], list(s.own["sums"])
+                walk.bit_generator.state, sums = s.own["walk"], list(s.own["sums"])
                 sums.append(sums[-1] + float(walk.normal()))
                 s.own = {"walk": walk.bit_generator.state, "sums": sums}
                 job.struck(step.number, "begin")

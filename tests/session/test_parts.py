@@ -48,7 +48,7 @@ class Job:
     def train(self, until: int, **arguments: Any) -> None:
         """Train in a session."""
         with holdfast.session(
-            model=self.net, optimizer=self.optimizer, scaler=self.scaler, seed=5, **arguments
+            model=self.net, optimizer=self.optimizer, scaler=self.scaler, seed=5, verify_block=0, **arguments
         ) as s:
             for step in s.steps(self.loader, until=until):
                 with step as batch:

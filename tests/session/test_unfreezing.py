@@ -52,7 +52,7 @@ class Job:
         """Train; the body joins at a step, before its block or inside of it."""
         with holdfast.session(model=self.net, optimizer=self.optimizer, checkpoint=folder) as s:
             for step in s.steps(self.data, until=until):
-                if step.number == UNFREEZE_AT and not inside:
+                if step.number == UNFREEZE_AT and not inside and not step.again:
                     self.unfreeze()
                 with step as x:
                     if step.number == UNFREEZE_AT and inside:

@@ -254,6 +254,31 @@ class KnowsWeights(Protocol):
 
 
 @runtime_checkable
+class ProvesBlocks(Protocol):
+    """What an adapter may also be: one that can run a block alone and without effect, and say what came out of it."""
+
+    def go_alone(self, *, first: bool, suspected: bool) -> bool:
+        """The block that begins is such a run. :meth:`Adapter.end_rehearsal` ends it.
+
+        Args:
+            first: no block of this process has counted.
+            suspected: two runs differed: algorithms are deterministic in this one, and what it uses is noted.
+
+        Returns:
+            False: not possible at this step.
+        """
+
+    def found(self) -> Mapping[str, int]:
+        """Digests of what a block finds and a run without effect has put back, by what they are of."""
+
+    def computed(self) -> Mapping[str, int]:
+        """Digests of what the block has computed until now, by what they are of; empty: nothing."""
+
+    def cause(self) -> str:
+        """What a suspected run used that was made in the one before it, in words, or empty."""
+
+
+@runtime_checkable
 class MarksTensors(Protocol):
     """What an adapter may also be: one that sees whether a block has written into a tensor of its batch."""
 

@@ -41,6 +41,7 @@ def open_session(
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
     memory: int | None = None,
+    verify_block: int = 2000,
 ) -> Session:
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
@@ -64,6 +65,8 @@ def open_session(
             changes is put back; in iterables and objects of more than 65536 numbers it is not: change those after
             ``optimizer.step()``.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
+        verify_block: steps between two checks that a block computes the same when it runs again (the first one of each
+            process, too), else ImpureBlockError before the update; 0: none, for a block that cannot run twice.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
@@ -77,18 +80,10 @@ def open_session(
 
     configure_logging()
     settings = Settings(
-        checkpoint=checkpoint,
-        resume=resume,
-        seed=seed,
-        save=save,
-        save_every_steps=save_every_steps,
-        save_every_s=save_every_s,
-        keep=keep,
-        copies=copies,
-        exit_file=exit_file,
-        grace_s=grace_s,
-        memory=memory,
-    )
+        checkpoint=checkpoint, resume=resume, seed=seed, save=save, save_every_steps=save_every_steps,
+        save_every_s=save_every_s, keep=keep, copies=copies, exit_file=exit_file, grace_s=grace_s, memory=memory,
+        verify_block=verify_block,
+    )  # fmt: skip
     extras = extras_of(state)
     _require_torch(model)
     adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed)

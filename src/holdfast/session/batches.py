@@ -85,6 +85,10 @@ class Batches:
         self._given[part] = given
         return batch
 
+    def opaque(self, part: int) -> bool:
+        """What :meth:`give` has handed out holds objects of which there is no copy."""
+        return part in self._opaque
+
     def spoiled(self, part: int) -> bool:
         """The batch of this part was given before, and is not certain to be what it was."""
         self._learn(ended=False)

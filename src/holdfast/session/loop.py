@@ -353,6 +353,7 @@ class Loops:
         if self._batches.spoiled(self._part):
             self._draw_again()
         step.batch = self._batches.give(self._part)
+        step.repeats = not self._batches.opaque(self._part)
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
         step.again = step.number <= self._tried

@@ -119,7 +119,7 @@ class Session:
             watched=client is not None and not library,
         )  # fmt: skip
         self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
-        self._blocks = Blocks(self._rank, self._adapter, self._votes, self)
+        self._blocks = Blocks(self._rank, self._adapter, self._votes, self, settings.verify_block)
         self._common = Common(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True

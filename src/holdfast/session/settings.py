@@ -36,6 +36,7 @@ class Settings:
         grace_s: float | None,
         save: object = None,
         memory: int | None = None,
+        verify_block: int = 0,
     ) -> None:
         every_steps = None if save_every_steps is None else _whole("save_every_steps", save_every_steps, 1)
         every_s = None if save_every_s is None else _seconds("save_every_s", save_every_s)
@@ -49,6 +50,7 @@ class Settings:
         self.copies = _whole("copies", copies, 1)
         self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
+        self.verify_block = _whole("verify_block", verify_block, 0)
         self.memory = None if memory is None else _whole("memory", memory, 0)
 
 

@@ -19,6 +19,7 @@ from holdfast.adapters.base import Aborted, Adapter, Hooks, TakesParts
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
+from holdfast.session.prove import Prover
 from holdfast.session.rank import Rank
 from holdfast.session.unbound import bind
 from holdfast.session.votes import Votes
@@ -83,6 +84,7 @@ class Step:
         self.names: set[str] = set()  # of step.update(name)
         self.updated: set[str] = set()  # optimizers that have stepped
         self.idle = False  # its rehearsal has computed nothing
+        self.repeats = True  # its batch can be handed out again at once
         self.rehearsal = rehearsal
         self.scrap = scrap  # a rehearsal of a state that is replaced before it counts: with the update
         self._blocks = blocks
@@ -145,10 +147,14 @@ class Blocks:
         adapter: the framework.
         votes: of this rank.
         owner: the session.
+        verify_block: steps between two checks of what a block computes; 0: none.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner) -> None:
+    def __init__(
+        self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner, verify_block: int = 0
+    ) -> None:
         self._rank = rank
+        self._prover = Prover(adapter, verify_block, adapter.world_size)
         self._votes = votes
         self._adapter = adapter
         self._owner = owner
@@ -186,7 +192,8 @@ class Blocks:
                 f"{self._left} that the script caught", hint="catch it inside the block, or leave the loop"
             )
         joining = self._rank.joining
-        alone = step.rehearsal or (joining and self._rehearse(step))
+        self._prover.begin(step)
+        alone = step.rehearsal or (joining and self._is_alone(step))
         if joining and not alone:
             self._rank.join()
         while True:
@@ -201,9 +208,12 @@ class Blocks:
                 self._owner.rewound(step)
         self._rank.note_local(self._owner.entered(step.number), step.number)
         self._current = step
-        step.rehearsal = alone or (not joining and self._rehearse(step))
+        step.rehearsal = alone or (not joining and self._is_alone(step))
         self._adapter.shield()
         self._rank.enter(Phase.FORWARD)
+
+    def _is_alone(self, step: Step) -> bool:
+        return self._rehearse(step) or self._prover.alone(step)
 
     def _rehearse(self, step: Step) -> bool:
         if self._idle == (step.number, step.part):
@@ -262,7 +272,11 @@ class Blocks:
         """Return when the step may change weights. Raises: StepAborted."""
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
+            self._prover.note(step)
             raise StepAborted("rehearsal")
+        if not self._prover.confirms(step):
+            step.rehearsal = True
+            raise StepAborted("its check")
         if step.part + 1 < step.parts:
             step.shared = not adapter.poisoned
             raise StepAborted("a part of a step")
@@ -314,7 +328,7 @@ class Blocks:
                     raise
             self._abort(step)
             return True
-        if self._is_fault(error):
+        if self._is_fault(error) or (step.rehearsal and self._prover.excuses(step, error)):
             self._abort(step)
             return True
         self._give_up(step, error)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from holdfast.adapters.torch.marks import duplicate, mark, share_memory
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refuse_searching
 from holdfast.adapters.torch.parts import Parts
+from holdfast.adapters.torch.proof import Suspicion, computed_in, found_by
 from holdfast.adapters.torch.rendezvous import control_client
 from holdfast.adapters.torch.rng import reseed, reseed_generators
 from holdfast.adapters.torch.sample import Sample
@@ -111,6 +112,8 @@ class TorchAdapter:
         self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
         self._feed: Feed | None = None
+        self._suspicion = Suspicion(self.state)
+        self._proving: Literal["", "first", "sampled"] = ""
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -401,6 +404,7 @@ class TorchAdapter:
 
     def release(self) -> None:
         """Collectives are as outside of a step."""
+        self._suspicion.end()
         self._parts.end()
         self._updating = False
         self._fabric.seal_updates(False)
@@ -412,7 +416,9 @@ class TorchAdapter:
         self._fabric.quiesce()
         self._devices.wait()  # no update on another stream may overtake what is put back below
         self._heal()
-        if self._fabric.looped:
+        if self._proving:
+            self._end_proof()
+        elif self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
             self._rebuild_buckets()
         if self._scaler is not None:
@@ -428,6 +434,7 @@ class TorchAdapter:
 
     def reconfigure(self, generation: Generation) -> None:
         """Rebuild all groups. Raises: GroupError."""
+        self._proving = ""
         self._fabric.reconfigure(generation)
         # All ranks, also those with nothing to abort: a healed reducer makes a collective in its next forward.
         self._heal()
@@ -444,12 +451,45 @@ class TorchAdapter:
         if not self._unready() or self._rehearsals >= REHEARSALS_MAX or self._rebuilt_alone():
             self._rehearsed = True
             return False
+        self._proving = ""
         self._fabric.loopback()
         return True
 
     def end_rehearsal(self) -> None:
         """Back to the peers, over the same connections. They rebuild buckets at their next passes, so this one does."""
         self._fabric.reconfigure(self._fabric.generation)
+        if self._proving != "sampled":
+            self._forget_pass()
+        self._proving = ""
+
+    def go_alone(self, *, first: bool, suspected: bool) -> bool:
+        """A run of the block without peers, for its check (``adapters.base.ProvesBlocks``)."""
+        if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
+            return False  # its first passes are counted, and are other ones than those that follow
+        self._proving = "first" if first else "sampled"
+        if suspected:
+            self._suspicion.begin()
+        self._fabric.loopback()
+        return True
+
+    def found(self) -> Mapping[str, int]:
+        """What the block finds."""
+        return found_by(self.state)
+
+    def computed(self) -> Mapping[str, int]:
+        """What the block has computed."""
+        return computed_in(self.state)
+
+    def cause(self) -> str:
+        """What the last two runs had in common."""
+        return self._suspicion.cause
+
+    def _end_proof(self) -> None:
+        """The buckets stay as they are: a pass that did not count must not lay them out."""
+        if self._proving == "first":
+            self._forget_pass()
+
+    def _forget_pass(self) -> None:
         for _, module in modules_of(self._model):
             forget_pass(module)
 

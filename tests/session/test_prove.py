@@ -1,0 +1,212 @@
+"""The check of a block by running it again: what it finds, what it names, what it leaves as it is."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.errors import ImpureBlockError
+from tests.session.test_solo import Job, bare, same
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_checked_training_is_the_bare_one() -> None:
+    """With dropout, BatchNorm and a scheduler, and a check at each step."""
+    job, runs, committed = Job(), 0, []
+    with job.session(verify_block=1) as s:
+        for step in s.steps(job.loader, until=8):
+            with step as batch:
+                runs += 1
+                job.update(batch)
+            if step.committed:
+                committed.append(step.number)
+    assert (committed, runs) == (list(range(8)), 16)
+    assert same(job, bare(8))
+
+
+def test_one_step_in_so_many_is_checked() -> None:
+    job, runs = Job(), []
+    with job.session(verify_block=4) as s:
+        for step in s.steps(job.loader, until=9):
+            with step as batch:
+                runs.append(step.number)
+                job.update(batch)
+    assert runs == [0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8]
+
+
+class Script:
+    """A training of two weights, and blocks that use what others have left."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.net = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+        self.ahead = torch.randn(4, 2)
+        self.baseline = torch.zeros(())
+        self.count = 0
+        self.generator = torch.Generator()
+        self.numbers = np.random.default_rng(1)
+        self.stream = (torch.full((4, 2), float(n)) for n in itertools.count())
+
+    def learn(self, x: Tensor) -> None:
+        """One update."""
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.optimizer.step()
+
+    def prefetching(self) -> None:
+        """The batch of the next block is drawn at the end of this one, before its update."""
+        self.optimizer.zero_grad()
+        self.net(self.ahead).square().mean().backward()
+        self.ahead = torch.randn(4, 2)
+        self.optimizer.step()
+
+    def counting(self) -> None:
+        """A number of its own."""
+        self.count += 1
+        self.learn(torch.ones(4, 2) * self.count)
+
+    def averaging(self) -> None:
+        """A tensor from outside is written in place."""
+        self.baseline.mul_(0.9).add_(1.0)
+        self.learn(torch.ones(4, 2) - self.baseline)
+
+    def drawing(self) -> None:
+        """A generator that is not in the state."""
+        self.learn(torch.rand(4, 2, generator=self.generator))
+
+    def iterating(self) -> None:
+        """An iterator of its own."""
+        stream = self.stream
+        self.learn(next(stream))
+
+    def pure(self) -> None:
+        """As it should be."""
+        self.learn(torch.ones(4, 2))
+
+    def train(self, way: Callable[[], None], behind: Callable[[], object] = int, **arguments: Any) -> int:
+        """Blocks of ``way``, with ``behind`` behind each of them; so many ran."""
+        runs = 0
+        with holdfast.session(
+            model=self.net,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            state={"average": self.average},
+            **arguments,
+        ) as s:
+            for step in s.steps(until=2):
+                with step:
+                    runs += 1
+                    way()
+                behind()
+        return runs
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        (
+            "prefetching",
+            r"test_prove.py:\d+ uses the float32 \[4, 2\] that test_prove.py:\d+ made in the run",
+        ),
+        ("counting", r"the run before has changed: .*self.count \(was 2, then 3\)"),
+        ("averaging", r"uses the float32 \[\] that test_prove.py:\d+ wrote in the run before"),
+        ("drawing", r"test_prove.py:\d+ draws from a generator that is not in session\(state=...\)"),
+        ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
+    ],
+)
+def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> None:
+    script = Script()
+    weights = script.net.weight.detach().clone()
+    with pytest.raises(ImpureBlockError, match=cause):
+        script.train(getattr(script, way))
+    assert torch.equal(script.net.weight, weights)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("behind", "cause"), [("scheduler", "lr of group 0 of optimizer"), ("average", "state 'average'")]
+)
+def test_state_that_changes_behind_a_block_that_does_not_count_is_refused(behind: str, cause: str) -> None:
+    script = Script()
+    way = {
+        "scheduler": script.scheduler.step,
+        "average": lambda: script.average.update_parameters(script.net),
+    }[behind]
+    with pytest.raises(ImpureBlockError, match=f"{cause}.* changed behind a block that did not count"):
+        script.train(script.pure, way)
+
+
+def test_without_the_check_each_block_runs_once() -> None:
+    script = Script()
+    assert script.train(script.prefetching, verify_block=0) == 2
+
+
+class Unordered(torch.autograd.Function):
+    """A kernel whose sums have another order each time, unless torch is asked for deterministic ones."""
+
+    seen = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The same as ``x``."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """With another last bit."""
+        Unordered.seen += not torch.are_deterministic_algorithms_enabled()
+        once = torch.are_deterministic_algorithms_enabled()
+        return gradients[0] if once else gradients[0] + Unordered.seen
+
+
+def test_kernels_that_are_not_deterministic_are_no_impurity(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+
+    def block() -> None:
+        script.optimizer.zero_grad()
+        unordered: Any = Unordered.apply
+        unordered(script.net(torch.ones(4, 2))).mean().backward()
+        script.optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert script.train(block, verify_block=1) == 6  # nothing is checked from there on
+    assert "agree with deterministic algorithms" in caplog.text
+
+
+def test_a_batch_that_cannot_be_handed_out_twice_is_not_checked() -> None:
+    script, runs = Script(), 0
+
+    class Opaque:
+        """Of no known kind."""
+
+        x = torch.ones(4, 2)
+
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        for step in s.steps([Opaque(), Opaque()]):
+            with step as batch:
+                runs += 1
+                script.learn(batch.x)
+    assert runs == 2
+
+
+def test_a_block_that_skips_its_batch_is_not_the_one_that_is_checked() -> None:
+    script, runs = Script(), []
+    with holdfast.session(model=script.net, optimizer=script.optimizer) as s:
+        for step in s.steps(until=4):
+            with step:
+                runs.append(step.number)
+                if step.number:
+                    script.learn(torch.ones(4, 2))
+    assert runs == [0, 0, 1, 1, 2, 3]
