@@ -1,0 +1,42 @@
+"""Mixed precision with a gradient scaler."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+from tests.others.beat import beat, end
+
+EPOCHS = 3
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(7)
+inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data)  # type: ignore[var-annotated]
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+raw = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+model = DistributedDataParallel(raw)
+optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+criterion = nn.MSELoss()
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt", scaler=scaler) as s:
+    for step in s.steps(loader, epochs=EPOCHS):
+        with step as (x, y):
+            beat(step.number)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = criterion(model(x), y.bfloat16())
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+end(raw)
+dist.destroy_process_group()

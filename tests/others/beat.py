@@ -1,0 +1,41 @@
+"""What a script of this directory does beside its training: it ends where the test says, and tells its results.
+
+``KILL=RANK:STEP,...``: SIGKILL, once each. ``STOP=STEP``: SIGTERM to rank 0, once. Both at the start of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from holdfast.adapters.torch.boxes import local_of
+from tests.session.once import first
+
+
+def beat(step: int) -> None:
+    """In step ``step``."""
+    rank = dist.get_rank()
+    here = f"{rank}:{step}"
+    if here in os.environ.get("KILL", "").split(",") and first(Path(f"killed-{here}")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("STOP") == str(step) and rank == 0 and first(Path("stopped")):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end(*modules: nn.Module, **more: Any) -> None:
+    """The script has trained ``modules``; ``more`` are other results."""
+    total = xxhash.xxh3_128(json.dumps(more).encode())
+    for module in modules:
+        for tensor in module.state_dict().values():
+            total.update(
+                local_of(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+    Path(f"ended-{dist.get_rank()}").write_text(total.hexdigest())

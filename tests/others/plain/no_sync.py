@@ -1,0 +1,44 @@
+"""Gradients of three micro-batches add up; the last one sends them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.others.beat import beat, end
+
+MAX_ITERS = 12
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1337 + rank)
+text = torch.arange(512) % 29
+raw = nn.Sequential(nn.Embedding(29, 16), nn.Dropout(0.1), nn.Linear(16, 29))
+model = DistributedDataParallel(raw)
+optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
+criterion = nn.CrossEntropyLoss()
+
+
+def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Random pieces of the text."""
+    starts = torch.randint(len(text) - 9, (4,)).tolist()
+    return torch.stack([text[i : i + 8] for i in starts]), torch.stack([text[i + 1 : i + 9] for i in starts])
+
+
+for iteration in range(MAX_ITERS):
+    beat(iteration)
+    for micro in range(3):
+        x, y = get_batch()
+        with nullcontext() if micro == 2 else model.no_sync():
+            loss = criterion(model(x).flatten(0, 1), y.flatten()) / 3
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if rank == 0:
+        print(f"iter {iteration}: loss {loss.item():.4f}")
+
+end(raw)
+dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""Scripts in the styles of others: unmodified as under torchrun; adapted exact after faults, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from holdfast.exits import Exit
+from tests.session.launch import ROOT, run_job, run_torchrun
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+HERE = Path(__file__).parent
+TABLE = ROOT / "docs" / "coming-from.md"
+REFUSED = {
+    "prefetch": r"step 0: .*prefetch.py:\d+ uses the int64 \[4, 8\] that prefetch.py:\d+ made in the run before",
+    "tensor_parallel": "step 0 leaves the gradients of its update, to which the next step adds",
+}
+NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
+
+
+def listed(names: list[str]) -> list[object]:
+    """As parameters; all but one are for many cores."""
+    return [name if name == "get_batch" else pytest.param(name, marks=pytest.mark.more) for name in names]
+
+
+def run(
+    where: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, code: int = 0, **told: str
+) -> tuple[str, Mapping[str, str]]:
+    """Two workers; output, and what each rank ended with. ``told``: see ``beat.py``."""
+    where.mkdir(exist_ok=True)
+    for variable in ("KILL", "STOP"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in told.items():
+        monkeypatch.setenv(variable, value)
+    start = run_torchrun if kind == "torchrun" else run_job
+    form = "adapted" if kind == "adapted" else "plain"
+    done = start(where, 2, str(HERE / form / f"{name}.py"))
+    assert done.returncode == code, done.stdout
+    return done.stdout, {path.name: path.read_text() for path in where.glob("ended-*")}
+
+
+@pytest.mark.parametrize("name", listed(NAMES))
+def test_unmodified_is_what_torchrun_does(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here = run(tmp_path / "here", "plain", name, monkeypatch)
+    _, there = run(tmp_path / "there", "torchrun", name, monkeypatch)
+    assert len(here) == 2 and here == there
+
+
+@pytest.mark.parametrize("name", listed([name for name in NAMES if name not in REFUSED]))
+def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kills, then a stop and the same command again with a kill."""
+    _, calm = run(tmp_path / "calm", "adapted", name, monkeypatch)
+    assert len(calm) == 2
+    output, killed = run(tmp_path / "killed", "adapted", name, monkeypatch, KILL="1:2,0:4")
+    assert "2 faults, 0 steps lost" in output and killed == calm, output
+    output, _ = run(tmp_path / "stopped", "adapted", name, monkeypatch, code=Exit.REQUEUE, STOP="3")
+    output, resumed = run(tmp_path / "stopped", "adapted", name, monkeypatch, KILL="0:5")
+    assert "resumed at step 4" in output and resumed == calm, output
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_exact_is_refused_by_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a fault, and before the update that could not be repeated."""
+    output, ended = run(tmp_path, "adapted", name, monkeypatch, code=Exit.BAD_INPUT)
+    assert re.search(REFUSED[name], output) and not ended, output
+
+
+def changed_lines(name: str) -> int:
+    """Lines of the adapted script that the plain one has not, whatever their indentation."""
+
+    def lines(kind: str) -> list[str]:
+        text = (HERE / kind / f"{name}.py").read_text().partition('"""\n')[2]
+        return [line.strip() for line in text.splitlines() if line.strip() and "beat(" not in line]
+
+    before = lines("plain")
+    new = 0
+    for line in lines("adapted"):
+        if line in before:
+            before.remove(line)
+        else:
+            new += 1
+    return new
+
+
+def test_the_manual_lists_them_all() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\d+) \|", TABLE.read_text(), re.MULTILINE)
+    assert sorted((name, int(number)) for name, number in rows) == [(n, changed_lines(n)) for n in NAMES]
