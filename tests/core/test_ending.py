@@ -16,8 +16,10 @@ from holdfast.core.messages import (
     Send,
     SetTimer,
     Settle,
+    StartMembers,
     StopRun,
     Tick,
+    WorkerFailed,
 )
 from holdfast.exits import Exit
 from tests.core.test_controller import Job, successor
@@ -116,3 +118,43 @@ def test_stop_kills_everyone_at_once() -> None:
     for rank in range(3):
         job.exit(rank)
     assert job.outcome().code == Exit.INTERRUPTED
+
+
+def trained(sealed: bool = True) -> Job:
+    """All ranks have finished; what the script does afterwards is under way."""
+    job = Job().up()
+    for member in job.members:
+        job.post(Finished(member_id=member, generation=job.generation, step=9, reason="done", sealed=sealed))
+    assert len(job.sent(Release)) == 3
+    return job
+
+
+def test_a_death_after_the_training_lets_all_ranks_repeat_what_follows() -> None:
+    job = trained()
+    job.exit(0, state="finished", step=9, code=0, detail="left")
+    job.exit(1, state="finished", step=9, signal=9, detail="after")
+    assert [order.member_id for order in job.sent(KillMember)] == [job.members[2]]
+    job.exit(2, state="finished", step=9, code=0, detail="left")
+    assert job.record("verdict")["action"] == "restart_checkpoint"
+    (again,) = job.sent(StartMembers)
+    assert [seat.rank for seat in again.members] == [0, 1, 2]
+    past = successor(job).past
+    assert not past.released and past.step == 9
+
+
+def test_a_death_after_the_training_ends_the_run_where_nothing_can_be_repeated() -> None:
+    """No checkpoint of the end, or the script had come to its end: the rank that died first is named."""
+    job = trained(sealed=False)
+    failed = WorkerFailed(
+        member_id=job.members[0], generation=job.generation, step=9, kind="PeerLost", what="all_reduce",
+        traceback="", digest="d",
+    )  # fmt: skip
+    job.post(failed)
+    job.exit(1, state="finished", step=9, signal=9, detail="after")
+    for rank in (0, 2):
+        job.exit(rank, state="finished", step=9, code=1, detail="after")
+    assert job.outcome().reason == "rank 1 ended with signal 9 after training"
+    job = trained()
+    for rank in range(3):
+        job.exit(rank, state="finished", step=9, signal=11 if rank == 2 else None, detail="left", code=0)
+    assert job.outcome().reason == "rank 2 ended with signal 11 after training"

@@ -300,6 +300,15 @@ def test_sections_are_learned_by_name() -> None:
     assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s
 
 
+def test_what_follows_the_training_has_the_time_of_an_unknown_section() -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.AFTER)
+    for _ in range(3):
+        world.look()
+    assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s
+
+
 def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
     world = World()
     world.train(20)

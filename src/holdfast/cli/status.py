@@ -196,6 +196,8 @@ def fault_place(fault: FaultView) -> str:
         return "before any session"
     if fault.phase == NO_PAGE:
         return "not known: what it showed went with it"
+    if fault.phase == Phase.AFTER.name.lower():
+        return f"after the training, at step {fault.step:,}"
     if fault.phase == Phase.LEFT.name.lower():
         return f"after its script had ended, at step {fault.step:,}"
     return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"

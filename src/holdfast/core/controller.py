@@ -237,7 +237,7 @@ class Controller:
         if member.failed is not None:
             return
         member.failed = event
-        over = self.ending.stopping is not None or job.released
+        over = self.ending.stopping is not None or (job.released and not job.repeats)
         if over or not event.stays:
             job.let_go(member)
         if over:

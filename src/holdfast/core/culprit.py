@@ -75,6 +75,8 @@ def where(one: RankEvidence) -> str:
         return f"collective {one.sequence} of a script without a session"
     if one.phase == "starting":
         return "its start"
+    if one.phase == "after":
+        return "what follows the training"
     name = f"section {one.section!r}" if one.phase == "section" else one.phase
     place = f"{name} of step {one.step}"
     return f"{place}, collective {one.sequence}" if PLACE.get(one.phase) and one.sequence else place

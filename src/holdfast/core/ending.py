@@ -3,13 +3,15 @@
 Theory. A graceful exit is a flag that travels in the vote, so the request only has to reach one rank; the
 controller tells all of them, keeps the request across recoveries, and owns the deadline. The agent through which it
 came says it again to the next controller: this one may die before it has heard of it. A session that is done waits
-for its Release: as long as one rank still works, every other one may be needed to recover it. After the Release a
-process may end as it likes; its exit code counts, but nothing is restarted any more.
+for its Release: as long as one rank still works, every other one may be needed to recover it. What the script
+does after the Release, a final evaluation or an export, is run again by all ranks when one of them fails in it: their
+sessions begin at the last step and have nothing left to do.
 
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
 2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
-3. Once ``stopping`` is set, every death is expected.
+3. A process that dies after the Release is a fault where a checkpoint of the end is sealed: all start again from it.
+4. Once ``stopping`` is set, every death is expected.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 from holdfast.core.job import Job
 from holdfast.core.membership import Member, node_order
 from holdfast.core.messages import ExitCancelled, ExitOrder, Finished, MemberExited, Release
+from holdfast.core.page import Phase
 from holdfast.core.rollcall import Rollcall
+from holdfast.core.survey import CONSEQUENCES
 from holdfast.exits import Exit
 
 EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
@@ -123,7 +127,8 @@ class Ending:
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:
         """True when this exit is no fault."""
-        if self.stopping is not None or self.job.released:
+        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # its script had come to its end
+        if self.stopping is not None or (job.released and (over or not job.repeats)):
             return True
         done = member.finished is not None or not self.job.session
         return done and exited.code == 0 and exited.signal is None
@@ -141,7 +146,8 @@ class Ending:
             job.finish(Exit.OK, "every process ended with code 0")
 
     def _outcome(self) -> tuple[Exit, str]:
-        for member in self.job.roster.members:
+        members = self.job.roster.members
+        for member in sorted(members, key=lambda m: m.failed is not None and m.failed.kind in CONSEQUENCES):
             failed, exited = member.failed, member.exited
             if failed is not None:
                 code = Exit.BAD_INPUT if failed.user_error else Exit.FAILED

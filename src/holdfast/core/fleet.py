@@ -318,7 +318,8 @@ class Fleet:
         if self.adopting:
             return
         if self.ending.is_expected(member, event):
-            self.ending.exited()
+            if not member.is_excused or self.ending.stopping is not None:
+                self.ending.exited()
         elif member.failed is None and not member.is_excused and not self._follows(event):
             self.recovery.fault(now, self._fault_of(now, member, event))
         if not job.ended:

@@ -115,7 +115,7 @@ def _replaced(past: Past, data: Data) -> Changes:
 
 
 def _fenced(past: Past, data: Data) -> Changes:
-    return {"generation": _generation(data)}
+    return {"generation": _generation(data), "released": False}
 
 
 def _planned(past: Past, data: Data) -> Changes:

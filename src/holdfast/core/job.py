@@ -126,6 +126,22 @@ class Job:
         if member.alive:
             self.send_process(member.member_id, message)
 
+    @property
+    def repeats(self) -> bool:
+        """What follows the training can be run again: all of it is saved, and this run may start its workers."""
+        saved = 0 <= self.step <= self.sealed_step
+        return self.released and saved and not self.exit_source and not self.config.library
+
+    def reopen(self, reason: str) -> None:
+        """A fault after the training: those that do what follows leave it, and start again with the others."""
+        if not self.released:
+            return
+        self.released = False
+        for member in self.roster.living:
+            if member.failed is None:
+                member.is_excused = True
+                self.kill(member, reason, self.config.term_grace_s)
+
     def let_go(self, member: Member) -> None:
         """Its user code raised, and nobody needs what it holds: it may end, and has to."""
         member.may_end = True

@@ -75,6 +75,7 @@ class Phase(IntEnum):
     LOADING = 20  # drawing a batch
     SECTION = 21  # in a section that the script announced
     SPARE = 22  # waits to be called
+    AFTER = 23  # its session is over, and so is the training of all ranks; the script has more to do
 
 
 class Flag(IntFlag):

@@ -217,6 +217,8 @@ class Progress:
             if reading.waits:
                 return min(self._apart_s(), limits.start_s)
             return limits.start_s if not reading.collectives else limits.idle_s
+        if phase is Phase.AFTER:
+            return limits.section_s
         if phase is Phase.SECTION:
             return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
         if reading.meets:

@@ -353,10 +353,8 @@ class Recovery:
         """A new generation begins: everyone out of the old one."""
         job = self.job
         self._go("fault")
-        self._suspicion = None
-        self._reports = {}
-        self._rewind = -1
-        self.decided = None
+        self._suspicion, self.decided, self._reports, self._rewind = None, None, {}, -1
+        job.reopen(reason)
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
         self._reason = reason

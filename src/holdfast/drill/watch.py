@@ -13,7 +13,7 @@ from holdfast.runtime.page import each_page
 from holdfast.runtime.pids import alive
 from holdfast.runtime.rundir import PAGE
 
-GONE = (Phase.FINISHED, Phase.LEFT)
+GONE = (Phase.FINISHED, Phase.AFTER, Phase.LEFT)
 
 
 class Seen(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.LOADING: "ready",
     Phase.SECTION: "ready",
     Phase.SPARE: "starting",
+    Phase.AFTER: "finished",
 }
 
 

@@ -33,6 +33,8 @@ from holdfast.runtime.standin import exempt, use
 from holdfast.runtime.streams import by_line
 from holdfast.runtime.title import set_title
 
+LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
+"""Of a session that all ranks have left, or that nobody looks after."""
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
@@ -150,7 +152,7 @@ def main() -> int:
         run_script(settings)
     except SystemExit as error:
         code = _exit_code(error)
-        if code != Exit.OK and client.page.state()[1] is not Phase.FINISHED:
+        if code != Exit.OK and not (code in LEFT_CODES and client.page.state()[1] is Phase.FINISHED):
             # A script that gives up by itself (a wrong argument) will do so again: to the controller, an exception.
             tell(client, error, f"exit code {code}")
     except BaseException as error:

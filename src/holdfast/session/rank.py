@@ -562,18 +562,18 @@ class Rank:
                 return False
             self.machine.finish()
         self.enter(Phase.FINISHED)
-        if self.client is None or self.orphaned:
-            return True
-        self.client.send(
-            Finished(
-                member_id=self.member_id,
-                generation=self.machine.generation,
-                step=self.step,
-                reason="exit" if reason == "exit" else "done",
-                sealed=sealed,
+        if self.client is not None and not self.orphaned:
+            self.client.send(
+                Finished(
+                    member_id=self.member_id,
+                    generation=self.machine.generation,
+                    step=self.step,
+                    reason="exit" if reason == "exit" else "done",
+                    sealed=sealed,
+                )
             )
-        )
-        self._await_release()
+            self._await_release()
+            self.enter(Phase.FINISHED if reason == "exit" else Phase.AFTER)
         return True
 
     def await_catalogue(self, version: Version, timeout_s: float) -> None:
