@@ -53,9 +53,20 @@ CASES = [
         "'soon' is no number of seconds",
         "join_timeout=600",
     ),
-    (Exit.USAGE, ["run", "--nnodes", "2", "--master-addr", "::1", "train.py"], "IPv6", "IPv4 address"),
-    (Exit.USAGE, ["run", "--nnodes", "2", "--rdzv-endpoint", "[::1]:29500", "train.py"], "IPv6", "IPv4"),
-    (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "fe80::1", "train.py"], "IPv6", "IPv4"),
+    (
+        Exit.USAGE,
+        ["run", "--nnodes", "2", "--rdzv-endpoint", "fd00::2:29500", "train.py"],
+        "an IPv6 address stands in brackets",
+        "--rdzv-endpoint '[fd00::2]:29500'",
+    ),
+    (
+        Exit.USAGE,
+        ["run", "--nnodes", "2", "--bind", "fe80::1%eth0", "train.py"],
+        "a scope id",
+        "scope global",
+    ),
+    (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "fe80::1", "train.py"], "link-local", "scope global"),
+    (Exit.USAGE, ["run", "--master-addr", "host0:29500", "train.py"], "neither a name nor", "without a port"),
     (Exit.USAGE, ["run", "--nnodes", "2", "--bind", "192.0.2.1", "train.py"], "192.0.2.1", "--bind ADDRESS"),
     (
         Exit.USAGE,

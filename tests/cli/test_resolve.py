@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,31 @@ def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: 
     trial = asked(**several, master_addr="127.0.0.1")
     assert trial.settings.contacts == ("127.0.0.1:29500",)
     assert any("this machine only" in note for note in trial.notes)
+
+
+def test_ipv6_addresses_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In brackets before a port, with or without where no port can follow; a name that has both means IPv4."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 64)
+    several = {"nnodes": "2", "token_file": str(token), "bind": "::1"}
+    for place in ({"rdzv_endpoint": "[::1]:29"}, {"master_addr": "::1", "master_port": 29},
+                  {"master_addr": "[::1]", "master_port": 29}):  # fmt: skip
+        made = asked(**several, **place)
+        assert (made.settings.contacts, made.settings.bind) == (("[::1]:29",), "::1")
+        assert any("this machine only" in note for note in made.notes)
+    assert asked(**several, rdzv_endpoint="[0::1],127.0.0.1:1").settings.contacts == (
+        "[::1]:29500",
+        "127.0.0.1:1",
+    )
+    assert asked(master_addr="[::1]").settings.master_addr == "::1", "what a worker reads has no brackets"
+    both = [(socket.AF_INET6, 1, 6, "", (address, 0, 0, 0)) for address in ("fe80::2%eth0", "fd00::2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: both)
+    assert asked(**several, master_addr="host0").settings.contacts == ("[fd00::2]:29500",)
+    both.append((socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)))  # type: ignore[arg-type]
+    assert asked(**{**several, "bind": "127.0.0.1"}, rdzv_endpoint="[fd00::1]").settings.contacts == (
+        "127.0.0.1:29500",
+    )
 
 
 def test_module_and_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
+from holdfast.runtime.addresses import family_of
 from holdfast.runtime.channel import tune
 from holdfast.runtime.client import Client
 from holdfast.runtime.settings import RunSettings
@@ -110,7 +111,9 @@ class Mesh:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
-        with socket.create_server((self._host, 0), backlog=self.world_size) as listener:
+        with socket.create_server(
+            (self._host, 0), family=family_of(self._host), backlog=self.world_size
+        ) as listener:
             own = Place(self._host, int(listener.getsockname()[1]), key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.errors import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
+from holdfast.runtime.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import JOIN_S, RunSettings, shape
@@ -52,14 +53,12 @@ class Contact(NamedTuple):
     @property
     def means_here(self) -> bool:
         """A host's own name that it takes for loopback, as on Debian: the others know it by another address."""
-        return all(a.startswith("127.") for a in self.addresses) and self.name not in (
-            *self.addresses, "localhost"
-        )  # fmt: skip
+        return all(map(is_loopback, self.addresses)) and self.name not in (*self.addresses, "localhost")
 
     def reached(self, bind: str) -> tuple[str, ...]:
-        """``address:port`` of all it has."""
+        """Address and port of all it has."""
         hosts = (bind,) if self.means_here else self.addresses
-        return tuple(f"{host}:{self.port}" for host in hosts)
+        return tuple(endpoint(host, self.port) for host in hosts)
 
 
 def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
@@ -67,7 +66,6 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
 
     Raises:
         UsageError: a value that cannot work.
-        UnsupportedError: a host that has no IPv4 address.
         NotMet: a host whose name stays unknown.
     """
     text = str(values["nnodes"])
@@ -90,9 +88,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
     if "node_rank" not in given and "rdzv_endpoint" in given:
         host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
         number, node = -1, f"{host}-{secrets.token_hex(2)}"
-    asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
-    text = asked or f"{values['master_addr']}:{values['master_port'] or DEFAULT_PORT}"
-    contacts = [_contact(item.strip(), join_s) for item in text.split(",") if item.strip()]
+    contacts = [_contact(*place, join_s) for place in _first_places(values, given)]
     if contacts[0].means_here and not values["bind"]:
         raise UsageError(
             f"the host {contacts[0].name} is {contacts[0].addresses[0]} here, an address that no other host reaches",
@@ -116,26 +112,32 @@ def _join_s(conf: str) -> float:
     return join_s
 
 
-def _contact(text: str, wait_s: float) -> Contact:
-    host, colon, port = text.rpartition(":")
-    host, port = (host, port) if colon else (text, str(DEFAULT_PORT))
-    try:
-        if not 0 < int(port) <= 65535:
-            raise ValueError
-        return Contact(host, _addresses(host, "--master-addr or --rdzv-endpoint", wait_s), int(port))
-    except ValueError:
-        raise UsageError(f"{text} is not of the form HOST:PORT", hint="for example 10.0.0.1:29500") from None
+def _first_places(values: Mapping[str, Any], given: frozenset[str]) -> list[tuple[str, int]]:
+    """Host and port of each contact. Raises: UsageError."""
+    asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
+    items = [item.strip() for item in asked.split(",") if item.strip()]
+    if items:
+        return [read_endpoint(item, "--rdzv-endpoint", DEFAULT_PORT) for item in items]
+    port = int(values["master_port"] or DEFAULT_PORT)
+    if not 0 < port <= 65535:
+        raise UsageError(f"--master-port {port} is no port number", hint=f"--master-port {DEFAULT_PORT}")
+    return [(read_host(str(values["master_addr"]).strip(), "--master-addr"), port)]
+
+
+def _contact(host: str, port: int, wait_s: float) -> Contact:
+    return Contact(host, _addresses(host, "--master-addr or --rdzv-endpoint", wait_s), port)
 
 
 def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
-    """All IPv4 addresses of a host, those that others reach before loopback.
+    """All addresses of a host, those that others reach before loopback; of a name that has some, those of IPv4.
 
+    Link-local addresses of IPv6 are left out: another host reaches them through an interface of its own.
     A name may be known later than its user runs: that of a pod which is not up yet. It is asked for again.
     """
     deadline_s, waiting = time.monotonic() + wait_s, False
     while True:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             break
         except OSError as error:
             why = error.strerror or str(error)
@@ -148,18 +150,26 @@ def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
                 f"note: the host {host} ({flag}) is unknown so far ({why}): asking again, at most {wait_s:g} s"
             )
         time.sleep(LOOK_S)
-    addresses = dict.fromkeys(str(where[0]) for family, *_, where in found if family == socket.AF_INET)
+    by_family: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
+    for family, *_, where in found:
+        if "%" not in str(where[0]) and not str(where[0]).startswith("fe80:"):
+            by_family.setdefault(family, {})[str(where[0])] = None
+    addresses = by_family[socket.AF_INET] or by_family[socket.AF_INET6]
     if not addresses:
-        raise UnsupportedError(
-            f"{host} is an IPv6 address, or has no other: agents meet by IPv4", hint="give it an IPv4 address"
+        raise UsageError(
+            f"{host} ({flag}) has link-local addresses only: each host reaches them in its own way",
+            hint="an address that all hosts reach: ip -6 addr show scope global",
         )
-    return tuple(a for a in addresses if not a.startswith("127.")) or tuple(addresses)
+    return tuple(a for a in addresses if not is_loopback(a)) or tuple(addresses)
 
 
 def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
     try:
-        address = _addresses(asked, "--bind", wait_s)[0] if asked else _here_towards(contact)
-        with socket.socket() as probe:
+        if asked:
+            address = _addresses(read_host(asked, "--bind"), "--bind", wait_s)[0]
+        else:
+            address = _here_towards(contact)
+        with socket.socket(family_of(address)) as probe:
             probe.bind((address, 0))
     except OSError as error:
         raise UsageError(
@@ -255,7 +265,7 @@ def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
     spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
     notes = [f"{where}; {shape(settings.nnodes, settings.counts)}{spares}"]
-    if nodes.bind.startswith("127."):
+    if is_loopback(nodes.bind):
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.errors import say
 from holdfast.errors import UsageError
+from holdfast.runtime.addresses import family_of
 from holdfast.runtime.ranktable import COMPLETED, RankTable, Server, read, refusal
 from holdfast.wording import plural
 
@@ -132,9 +133,8 @@ def _number(values: Mapping[str, Any], given: frozenset[str], table: RankTable, 
 def _is_here(address: str) -> bool:
     if not address:
         return False
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:
+        with socket.socket(family_of(address)) as probe:
             probe.bind((address, 0))
     except OSError:
         return False
@@ -145,7 +145,8 @@ def _address(server: Server, path: Path) -> str:
     if server.address:
         return server.address
     try:
-        return socket.gethostbyname(server.name)
+        found = socket.getaddrinfo(server.name, None, type=socket.SOCK_STREAM)
+        return str(sorted(found)[0][4][0])  # of several that of IPv4, which sorts first
     except OSError as error:
         raise UsageError(f"the rank table {path} gives no address of the host {server.name}, nor do the names",
                          hint="write its host_ip, or --node-rank, --master-addr and --bind") from error  # fmt: skip

@@ -25,6 +25,7 @@ from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
 from holdfast.core.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
+from holdfast.runtime.addresses import read_host
 from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
 from holdfast.runtime.settings import RunSettings, TargetKind, new_launch
 from holdfast.store.place import ROOT_VARIABLE, absolute
@@ -99,7 +100,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         join_s=nodes.join_s,
         bind=nodes.bind,
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
-        master_addr=str(values["master_addr"]),
+        master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),
         rank_table=rank_table,
@@ -393,7 +394,7 @@ def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
         raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")
     if not given & {"master_port", "master_addr"}:
         return
-    host = settings.master_addr.strip("[]")
+    host = settings.master_addr
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -16,6 +16,7 @@ from holdfast.compat.dump import Group, Rename, Save, replicas
 from holdfast.compat.line import Message
 from holdfast.compat.processor import Processor, start_controller
 from holdfast.errors import UnsupportedError, UsageError
+from holdfast.runtime.addresses import read_host
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +137,7 @@ def tft_start_controller(ip: str, port: int, enable_tls: bool = False, tls_key_d
         raise UsageError(
             "the TTP controller was not initialized", hint="tft_init_controller(...) comes first"
         )
-    start_controller(ip or LOOPBACK, int(port), _state.controller_world)
+    start_controller(read_host(ip or LOOPBACK, "ip"), int(port), _state.controller_world)
     return 0
 
 
@@ -163,7 +164,7 @@ def tft_init_processor(
 def tft_start_processor(ip: str, port: int) -> int:
     """Connect to the controller. Raises: GroupError: there is none within a minute."""
     processor = _state.need()
-    processor.start(ip or LOOPBACK, int(port))
+    processor.start(read_host(ip or LOOPBACK, "ip"), int(port))
     if _state.groups:
         processor.hold(_state.groups)
     return 0

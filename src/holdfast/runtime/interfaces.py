@@ -10,14 +10,16 @@ import ipaddress
 import os
 import socket
 from fcntl import ioctl
+from pathlib import Path
 
 import msgspec
 
 from holdfast.runtime.settings import RunSettings
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915
+ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def with_interfaces(settings: RunSettings) -> RunSettings:
@@ -25,13 +27,17 @@ def with_interfaces(settings: RunSettings) -> RunSettings:
     name = interface_of(settings.bind if settings.several else LOOPBACK)
     # NCCL takes a name for a prefix, eth1 for eth10 too, unless it follows an equals sign.
     ours = {GLOO: name, NCCL: f"={name}"} if name else {}
+    if settings.several and ":" in settings.bind:
+        ours[NCCL_FAMILY] = "AF_INET6"
     unset = {key: value for key, value in ours.items() if key not in os.environ}
     return msgspec.structs.replace(settings, env={**unset, **settings.env})
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has this IPv4 address, empty when none has."""
+    """Name of the network interface that has this address, empty when none has."""
     wanted = ipaddress.ip_address(address).packed
+    if len(wanted) == 16:
+        return _interface_of(wanted)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
@@ -41,3 +47,12 @@ def interface_of(address: str) -> str:
             if found[20:24] == wanted or (name == "lo" and wanted[0] == 127):
                 return name
     return ""
+
+
+def _interface_of(wanted: bytes) -> str:
+    """The same for 16 bytes of an IPv6 address; a kernel without IPv6 has no such file."""
+    try:
+        lines = ADDRESSES.read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((words[5] for words in map(str.split, lines) if bytes.fromhex(words[0]) == wanted), "")

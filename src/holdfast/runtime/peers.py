@@ -19,6 +19,7 @@ from holdfast.core.membership import node_order
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.journal import Journal
 from holdfast.release import VERSION
+from holdfast.runtime.addresses import endpoint, family_of, split_endpoint
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.environment import alike
@@ -95,7 +96,7 @@ class Peers:
             self.known = {}
         before = self.known.get(self.me)
         ports = [before.port] if before is not None else []
-        contacts = _split(self._settings.contacts)
+        contacts = [split_endpoint(contact) for contact in self._settings.contacts]
         ports += [port for _, port in contacts]
         for port in (*ports, 0):
             try:
@@ -117,7 +118,7 @@ class Peers:
                 await self._hub.connect(host, port, "peer")
         except (OSError, ProtocolError):
             raise UsageError(
-                f"the others look for this host at {host}:{port}, where another program listens",
+                f"the others look for this host at {endpoint(host, port)}, where another program listens",
                 hint="end it, or another --master-port, the same on every host",
             ) from None
 
@@ -132,7 +133,8 @@ class Peers:
     @property
     def _first(self) -> list[tuple[str, int]]:
         """Every address of the first contact."""
-        return _split(self._settings.contacts)[: self._settings.first_contacts]
+        first = self._settings.contacts[: self._settings.first_contacts]
+        return [split_endpoint(contact) for contact in first]
 
     def begin(self) -> None:
         """Dial until everybody who is known has a line."""
@@ -173,7 +175,7 @@ class Peers:
             targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
             if len(self.known) == 1 or not self.job:
                 reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
-                targets |= set(_split(self._settings.contacts)) - reached
+                targets |= {split_endpoint(contact) for contact in self._settings.contacts} - reached
             shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
             await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
             await asyncio.sleep(DIAL_S)
@@ -183,7 +185,7 @@ class Peers:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await self._hub.connect(host, port, "peer")
         except AuthError as error:
-            self._turned_away((host, port), f"{error.message} ({host}:{port})\n  next: {error.hint}")
+            self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
         except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
             self._unreached[host, port] = _why(error)
         else:
@@ -200,7 +202,7 @@ class Peers:
     @property
     def trouble(self) -> str:
         """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
-        said = [f"{host}:{port}: {why}" for (host, port), why in sorted(self._unreached.items())]
+        said = [f"{endpoint(host, port)}: {why}" for (host, port), why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(
                 f"{plural(count, 'connection')} with another token {'was' if count == 1 else 'were'} refused"
@@ -346,16 +348,12 @@ def _why(error: Exception) -> str:
     return str(error)
 
 
-def _split(contacts: tuple[str, ...]) -> list[tuple[str, int]]:
-    return [(host, int(port)) for host, _, port in (contact.rpartition(":") for contact in contacts)]
-
-
 def address_towards(host: str, port: int) -> str:
     """The address of this machine that reaches ``host``; nothing is sent.
 
     Raises:
         OSError: no route, or an unknown name.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))
         return str(sock.getsockname()[0])

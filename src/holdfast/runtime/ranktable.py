@@ -429,7 +429,7 @@ def _is_address(text: str) -> bool:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return True
+    return "%" not in text  # a scope id means nothing on another host
 
 
 def _kind(value: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
+from holdfast.runtime.addresses import family_of
 from holdfast.runtime.channel import HANDSHAKE_TIMEOUT_S, RECEIVE_SIZE_BYTES, tune
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
@@ -51,7 +52,7 @@ class AnswerServer(ABC, Generic[M]):
 
     def start(self, host: str) -> int:
         """Listen on ``host``; returns the port."""
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=family_of(host))
         threading.Thread(
             target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
         ).start()

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Assignment
+from holdfast.runtime.addresses import family_of
 from holdfast.runtime.rundir import RunDir, error_path, log_path, open_log
 from holdfast.runtime.settings import RunSettings
 from holdfast.wire import Codec
@@ -91,7 +92,7 @@ def log_root(run: RunDir, settings: RunSettings) -> str:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as sock:
+    with socket.socket(family_of(host)) as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])
 

@@ -1,0 +1,101 @@
+"""Addresses of hosts, of IPv4 and of IPv6, as text.
+
+An address stands alone as it is; before a port an IPv6 address stands in brackets: ``10.0.0.1:29500``,
+``[fd00::2]:29500``. In the structures of this package host and port are two fields, and the host has no brackets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from holdfast.errors import UsageError
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of an address, or of a name: a name is looked up for IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_loopback(address: str) -> bool:
+    """An address that no other host reaches."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def endpoint(host: str, port: int) -> str:
+    """Both as one text."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """What :func:`endpoint` made."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def read_host(text: str, flag: str) -> str:
+    """A name, or an address with or without brackets, as the user gave it to ``flag``; without brackets.
+
+    Raises:
+        UsageError: neither; or an address with a scope id.
+    """
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    _refuse_scope(host, flag)
+    if ":" in host or host != text:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {text} is neither a name nor an address",
+                hint=f"{flag} HOST, without a port: host0, 10.0.0.1 or fd00::2",
+            ) from None
+    return host
+
+
+def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
+    """``HOST``, ``HOST:PORT``, ``[ADDRESS]`` or ``[ADDRESS]:PORT``, as the user gave it to ``flag``.
+
+    Raises:
+        UsageError: another form: an IPv6 address without brackets, a scope id, or a port that is none.
+    """
+    if text.startswith("["):
+        address, closed, rest = text[1:].partition("]")
+        host, port = f"[{address}{closed}", rest.removeprefix(":") if rest else str(default_port)
+        sound = bool(closed) and (not rest or rest.startswith(":"))
+    else:
+        host, colon, port = text.partition(":")
+        port, sound = (port, ":" not in port) if colon else (str(default_port), True)
+        if not sound:
+            _refuse_scope(text, flag)
+            raise UsageError(
+                f"{flag} {text}: an IPv6 address stands in brackets before its port",
+                hint=f"{flag} '{_in_brackets(text, default_port)}'",
+            )
+    if not sound or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise UsageError(
+            f"{flag} {text} is not of the form HOST:PORT",
+            hint=f"for example 10.0.0.1:{default_port} or '[fd00::2]:{default_port}'",
+        )
+    return read_host(host, flag), int(port)
+
+
+def _in_brackets(text: str, default_port: int) -> str:
+    """What was probably meant, or an example."""
+    head, _, tail = text.rpartition(":")
+    for address, port in ((text, str(default_port)), (head, tail)):
+        try:
+            return f"[{ipaddress.IPv6Address(address)}]:{port}"
+        except ValueError:
+            continue
+    return f"[fd00::2]:{default_port}"
+
+
+def _refuse_scope(text: str, flag: str) -> None:
+    if "%" in text:
+        raise UsageError(
+            f"{flag} {text}: a scope id names an interface of one host, and means nothing on the others",
+            hint="an address that all hosts reach: ip -6 addr show scope global",
+        )
