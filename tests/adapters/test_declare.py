@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 
-from holdfast.adapters.torch.boxes import declare
+from holdfast.adapters.torch.adapter import TorchAdapter
+from holdfast.adapters.torch.boxes import CHECKPOINTABLE, declare
 from holdfast.adapters.torch.state import TorchState
 from holdfast.core.ids import NO_GENERATION, SaveId
 from holdfast.errors import StateError
@@ -62,6 +65,111 @@ def test_declared_region_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
     assert torch.equal(whole.weight.detach(), torch.cat(parts).detach())
     moment = fresh.collect().tensors[moments]
     assert torch.equal(moment, torch.cat([source.tensors[moments] for source in sources]))
+
+
+class Shards(torch.nn.Module):
+    """Rows of a 6 x 4 weight in a padded tensor, with the attributes of ``CheckpointableTensor`` and nothing else."""
+
+    def __init__(self, rows: list[tuple[int, int]], padding: int = 1) -> None:
+        super().__init__()
+        whole = torch.arange(24.0).reshape(6, 4)
+        cut = [whole[first : first + count] for first, count in rows]
+        self.weight = torch.nn.Parameter(torch.cat([*cut, torch.full((padding, 4), -1.0)]))
+        offer(self.weight, rows)
+        self.register_buffer("scale", self.weight.detach().clone())
+        offer(self.get_buffer("scale"), rows)
+
+
+def offer(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> None:
+    """Each pair: the first row in the global tensor, and how many."""
+    starts = [sum(count for _, count in rows[:number]) for number in range(len(rows))]
+    tensor.global_shape = (6, 4)  # type: ignore[attr-defined]
+    tensor.global_offsets = tuple((first, 0) for first, _ in rows)  # type: ignore[attr-defined]
+    tensor.local_offsets = tuple((start, 0) for start in starts)  # type: ignore[attr-defined]
+    tensor.local_sizes = tuple((count, 4) for _, count in rows)  # type: ignore[attr-defined]
+
+
+def test_a_checkpointable_tensor_is_saved_and_loaded_as_its_shards(tmp_path: Path) -> None:
+    """DCP's protocol of torch 2.15: several shards in one tensor, and padding, which no checkpoint holds."""
+    rows = [[(0, 2), (4, 1)], [(5, 1), (2, 2)]]
+    states = []
+    for held in rows:
+        model = Shards(held)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        model.weight.grad = model.weight.detach().clone()
+        optimizer.step()
+        states.append(TorchState(model, {"default": optimizer}))
+    sources = [state.collect() for state in states]
+    layouts = [source.layout(rank, 2) for rank, source in enumerate(sources)]
+    moments = "optimizer.default.weight.exp_avg"
+    for rank, held in enumerate(rows):
+        for name in ("weight", "scale", moments):
+            boxes = {m.box for m in layouts[rank].tensors if m.fqn == name and m.shape == (6, 4)}
+            assert boxes == {Box((first, 0), (count, 4)) for first, count in held}
+    catalogue = Catalogue.from_layouts(dict(enumerate(layouts)))
+    save_id = SaveId("run", NO_GENERATION, 1, 0, "final")
+    for rank, source in enumerate(sources):
+        made = plan(catalogue, frozenset((0, 1)))
+        write_share(tmp_path, save_id, catalogue, made, rank, source, source.values, {})
+    for again in ([(0, 6)], [(3, 3)]):
+        model = Shards(again, padding=2)
+        with torch.no_grad():
+            model.weight.fill_(-2.0)
+        fresh = TorchState(model, {"default": torch.optim.AdamW(model.parameters())})
+        restore = fresh.restore(catalogue, sources[0].values)
+        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        load_into(tmp_path / save_id.directory(), targets)
+        restore.finish()
+        ((first, count),) = again
+        whole = torch.arange(24.0).reshape(6, 4)[first : first + count]
+        assert torch.equal(model.weight.detach(), torch.cat([whole, torch.full((2, 4), -2.0)]))
+        moment = torch.zeros(count, 4).lerp_(whole, 1 - 0.9)  # as AdamW computes it
+        found = fresh.collect().tensors[moments]
+        assert torch.equal(found, torch.cat([moment, torch.zeros(2, 4)])), "padding is not left to chance"
+
+
+def test_copies_of_a_block_keep_their_shards() -> None:
+    """The state at the start of a block is that of the same layout, buffers and the user's own tensors included."""
+    model, average = Shards([(0, 2)]), torch.zeros(3, 4)
+    offer(average, [(0, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapter = TorchAdapter(model, optimizer, None, None, {"average": average}, 0)
+    adapter.begin(0)
+    now, before = adapter.collect().layout(0, 1), adapter.collect(frozen=True).layout(0, 1)
+    assert before == now
+    assert {m.shape for m in now.tensors} == {(6, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_offsets", ((5, 0),)),
+        ("global_offsets", ((0, 0), (2, 0))),
+        ("local_offsets", ((2, 0),)),
+        ("local_sizes", ((2,),)),
+        ("global_shape", (6, 4, 1)),
+    ],
+)
+def test_shards_that_cannot_be(name: str, value: object) -> None:
+    model = Shards([(0, 2)])
+    setattr(model.weight, name, value)
+    with pytest.raises(StateError, match=r"weight: .* says that it holds shards") as caught:
+        TorchState(model, {})
+    assert "CheckpointableTensor" in caught.value.hint
+
+
+def test_attributes_that_are_not_all_there_say_nothing() -> None:
+    model = Shards([(0, 2)])
+    del model.weight.local_sizes  # type: ignore[attr-defined]
+    (weight,) = [m for m in TorchState(model, {}).collect().layout(0, 1).tensors if m.fqn == "weight"]
+    assert weight.shape == (3, 4)
+
+
+@pytest.mark.skipif(not hasattr(checkpoint, "CheckpointableTensor"), reason="torch has it from 2.15 on")
+def test_the_protocol_is_the_one_of_torch() -> None:
+    protocol: Any = vars(checkpoint)["CheckpointableTensor"]
+    assert tuple(protocol.__annotations__) == CHECKPOINTABLE
+    assert isinstance(Shards([(0, 2)]).weight, protocol)
 
 
 def test_regions_that_cannot_be() -> None:

@@ -1,7 +1,8 @@
 """Which region of a global tensor this rank holds, and its bytes.
 
 A plain tensor is its own whole, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
-tensor-parallel weights, a flat optimizer shard). A ``DTensor`` is cut by its placements, each mesh dimension in order;
+tensor-parallel weights, a flat optimizer shard), or has the attributes of DCP's ``CheckpointableTensor`` (torch 2.15:
+several regions, and padding, which is not saved). A ``DTensor`` is cut by its placements, each mesh dimension in order;
 a strided placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an
 index range with the placement's own rule, so they are right for whatever the placement does. That takes 30
 microseconds, and a model has few forms of tensors: each form is cut once.
@@ -70,13 +71,16 @@ class Part(NamedTuple):
 
 
 _DECLARED = "_holdfast_region"
+CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes of a tensor that DCP of torch 2.15 saves as shards: for each shard its offsets in the global tensor and in
+this one, and its sizes."""
 
 
 class Region(NamedTuple):
-    """Where a plain tensor lies: ``offsets`` in a global tensor of ``shape``, in elements."""
+    """What a plain tensor holds of a global tensor of ``shape``, in elements."""
 
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    parts: tuple[Part, ...]
 
 
 def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
@@ -93,24 +97,67 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
     Raises:
         StateError: the region does not lie inside ``shape``.
     """
-    region = Region(tuple(shape), tuple(offsets))
-    inside = len(region.shape) == len(region.offsets) == tensor.ndim and all(
-        0 <= at and at + size <= whole
-        for at, size, whole in zip(region.offsets, tensor.shape, region.shape, strict=True)
-    )
+    inside = len(shape) == tensor.ndim and _lies_in(tensor.shape, offsets, shape)
     if isinstance(tensor, DTensor) or not inside:
         raise StateError(
-            f"declare(): a {type(tensor).__name__} of {list(tensor.shape)} at {list(region.offsets)} is no region of "
-            f"{list(region.shape)}",
+            f"declare(): a {type(tensor).__name__} of {list(tensor.shape)} at {list(offsets)} is no region of "
+            f"{list(shape)}",
             hint="declare(tensor, shape=of the global tensor, offsets=where this rank's part begins)",
         )
-    setattr(tensor, _DECLARED, region)
+    box = Box(tuple(offsets), tuple(tensor.shape))
+    setattr(tensor, _DECLARED, Region(tuple(shape), (Part(box, tuple(slice(0, n) for n in tensor.shape)),)))
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """What is declared of a plain tensor, by :func:`declare` or by the attributes of ``CheckpointableTensor``.
+
+    Raises:
+        StateError: these attributes name shards that do not lie in the tensor, or in the global one.
+    """
+    declared: Region | None = getattr(tensor, _DECLARED, None)
+    if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
+        return declared
+    if not all(hasattr(tensor, name) for name in CHECKPOINTABLE):
+        return None
+    shape, *shards = (getattr(tensor, name) for name in CHECKPOINTABLE)
+    offsets, places, sizes = ([tuple(each) for each in of_all] for of_all in shards)
+    sound = len(offsets) == len(places) == len(sizes) and all(
+        len(shape) == len(size) == tensor.ndim
+        and _lies_in(size, offset, shape)
+        and _lies_in(size, place, tensor.shape)
+        for offset, place, size in zip(offsets, places, sizes, strict=True)
+    )
+    boxes = [Box(offset, size) for offset, size in zip(offsets, sizes, strict=False)]
+    if not sound or len(set(boxes)) < len(boxes):
+        raise StateError(
+            f"a tensor of {list(tensor.shape)} says that it holds shards of {list(shape)} at {offsets}, of the sizes "
+            f"{sizes}, which lie at {places} in it: that cannot be",
+            hint=f"correct its {', '.join(CHECKPOINTABLE)} (torch.distributed.checkpoint.CheckpointableTensor)",
+        )
+    parts = (
+        Part(box, tuple(slice(at, at + size) for at, size in zip(place, box.sizes, strict=True)))
+        for box, place in zip(boxes, places, strict=True)
+    )
+    return Region(tuple(shape), tuple(parts))
+
+
+def is_padded(tensor: torch.Tensor) -> bool:
+    """Some of its elements lie in no declared region: no checkpoint holds them."""
+    region = region_of(tensor)
+    return region is not None and sum(part.box.numel for part in region.parts) < tensor.numel()
+
+
+def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(offsets) == len(whole) and all(
+        0 <= at and 0 <= size and at + size <= most
+        for at, size, most in zip(offsets, sizes, whole, strict=True)
+    )
 
 
 def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise StateError for weights that Megatron split and nobody declared: their parts would pass for copies."""
     for fqn, parameter in parameters.items():
-        if getattr(parameter, "tensor_model_parallel", False) and not hasattr(parameter, _DECLARED):
+        if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
             raise StateError(
                 f"{fqn} is one part of a tensor-parallel weight, and nothing says which",
                 hint="holdfast.integrations.megatron.declare(model) before holdfast.session(...)",
@@ -119,14 +166,13 @@ def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of the tensor that ``tensor`` is, or is a region of."""
-    region: Region | None = getattr(tensor, _DECLARED, None)
+    region = region_of(tensor)
     return tuple(tensor.shape) if region is None else region.shape
 
 
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``tensor``, declared to lie where ``like`` lies when it has that shape."""
-    region = getattr(like, _DECLARED, None)
-    if region is not None and tensor.shape == like.shape:
+    if tensor is not like and tensor.shape == like.shape and (region := region_of(like)) is not None:
         setattr(tensor, _DECLARED, region)
     return tensor
 
@@ -148,10 +194,13 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
         StateError: a pending reduction, or a placement whose local shape does not follow from its cut.
     """
     if not isinstance(tensor, DTensor):
+        try:
+            region = region_of(tensor)
+        except StateError as error:
+            raise StateError(f"{name}: {error.message}", hint=error.hint) from error
         shape = tuple(tensor.shape)
-        region: Region | None = getattr(tensor, _DECLARED, None)
-        box = Box.whole(shape) if region is None else Box(region.offsets, shape)
-        return [Part(box, tuple(slice(0, n) for n in shape))]
+        whole = (Part(Box.whole(shape), tuple(slice(0, n) for n in shape)),)
+        return list(whole if region is None else region.parts)
     if any(placement.is_partial() for placement in tensor.placements):
         raise StateError(
             f"{name}: a DTensor with a pending reduction ({tensor.placements}) cannot be saved",

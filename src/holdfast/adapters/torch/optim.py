@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.adapters.torch import private
-from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, lies_as, placed
+from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, is_padded, lies_as, placed
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
@@ -193,7 +193,7 @@ def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
 def clone(value: Any) -> Any:
     """A copy that shares no memory with ``value``, without autograd."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return placed(value.detach().clone(), value)
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, item in value.items():  # a Counter's update() adds
@@ -453,7 +453,8 @@ def allocate(
     if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
         if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
             return placed(there, like)
-        return placed(torch.empty_like(like, dtype=dtype, requires_grad=False), like)
+        make = torch.zeros_like if is_padded(like) else torch.empty_like  # nothing fills the padding
+        return placed(make(like, dtype=dtype, requires_grad=False), like)
     local = None if like is None else private.local_tensor(like)
     device = torch.device("cpu") if local is None or on_cpu else local.device
     return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -317,9 +317,10 @@ class TorchState:
         for fqn, parameter in self.names.parameters.items():
             out.add(placed(weights.get(id(parameter), parameter), parameter), fqn)
         for slot in self.names.buffers:
-            buffer = slot.get() if copies is None else copies.buffers.get(slot.fqn)
+            live = slot.get()
+            buffer = live if copies is None else copies.buffers.get(slot.fqn)
             if buffer is not None:
-                out.add(buffer, slot.fqn)
+                out.add(buffer if live is None else placed(buffer, live), slot.fqn)
         out.values = {
             "aliases": dict(self.names.aliases),
             "transient": [slot.fqn for slot in self.names.buffers if not slot.persistent],
