@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 
 from holdfast.errors import UsageError
+from holdfast.integrations.decisions import keep_decisions, warn_of_loggers
 from holdfast.integrations.fits import require_one_optimizer, require_supported
+from holdfast.integrations.patches import Patches, stand_behind
 from holdfast.integrations.place import Loader, arrive, go_on, place_of
 from holdfast.integrations.replay import Replay
 
@@ -39,7 +40,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._replay: Any = None  # a Replay while fitting
         self._resumed: dict[str, Any] = {}  # the place to arrive at
         self._passed = False  # a validation, or the end of an epoch, since the step ended
-        self._between = ExitStack()
+        self._between, self._patches = ExitStack(), Patches()
+        keep_decisions()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the strategy is set up: stand behind it."""
@@ -48,18 +50,11 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         if self._replay is not None:
             raise UsageError("fit() was called before", hint="one fit() per process, and per Holdfast()")
         require_supported(trainer, pl_module)
-        strategy = trainer.strategy
+        warn_of_loggers(trainer)
         # The step ends after what other callbacks count, and before anybody saves: that communicates.
         saves = pl.callbacks.Checkpoint
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: 2 if isinstance(c, saves) else c is self)
-        strategy.setup = partial(self._open, strategy.setup)
-        strategy.process_dataloader = partial(self._loader, trainer, strategy.process_dataloader)
-        # A collective before each batch, to ask for SIGTERM: outside of every step, so a newcomer has another number of
-        # them, and Lightning drops the error of a lost peer. The vote asks already.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        loop.run = partial(self._run, trainer, loop, loop.run)
-        trainer.fit_loop.run = partial(self._fit, trainer.fit_loop.run)
+        self._patches = stand_behind(trainer, self._open, self._loader, self._run, self._fit)
 
     def _open(self, setup: Any, trainer: pl.Trainer) -> None:
         """Model and optimizers are ready: open the session, go to where the job is."""
@@ -103,8 +98,11 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._replay.close(None)
 
     def _fit(self, run: Any) -> None:
-        """All epochs. Where nothing is left to train, Lightning calls no hook at the end."""
-        run()
+        """All epochs; what follows is Lightning's alone. With nothing left to train it calls no hook."""
+        try:
+            run()
+        finally:
+            self._patches.undo()
         self._replay.close(None)
 
     def on_exception(

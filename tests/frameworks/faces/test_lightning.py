@@ -21,6 +21,7 @@ from holdfast.store.root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
 JOB = Path(__file__).with_name("lightning_job.py")
+AFTER = Path(__file__).with_name("lightning_after_job.py")
 LOADERS = Path(__file__).with_name("loaders_job.py")
 BATCHES = 5
 STEPS = 9
@@ -66,6 +67,23 @@ def test_protected_training_computes_what_the_stock_one_does(tmp_path: Path, pla
     assert {**results(tmp_path), "calls": plain["calls"]} == plain
     assert "is not the same on all ranks" not in output, "a metric that each rank has of its own"
     assert (plain["step"], plain["epoch"], plain["calls"]) == (STEPS, 3, 3 * BATCHES)
+
+
+def test_what_follows_the_fit_runs_and_a_replaced_rank_logs_where_the_lost_one_did(tmp_path: Path) -> None:
+    scores = []
+    for victim in ("none", "0", "1"):
+        where = tmp_path / victim
+        code, output = run(where, ["holdfast", "run"], AFTER, victim, ranks=2)
+        assert code == 0, output
+        assert ("replace, training goes on" in output) == (victim != "none")
+        scores.append(json.loads((where / "scores.json").read_text()))
+        files = {str(path.relative_to(where / "logs")) for path in where.glob("logs/**/*") if path.is_file()}
+        version = "lightning_logs/version_0"
+        checkpoint = f"{version}/checkpoints/epoch=1-step=10.ckpt"
+        assert files == {f"{version}/metrics.csv", f"{version}/config.yaml", checkpoint}
+        metrics = (where / "logs" / version / "metrics.csv").read_text().splitlines()
+        assert len(metrics) == 1 + 10 + 2 + 2, "header, steps, validations of the fit, test and validation"
+    assert scores[0] == scores[1] == scores[2]
 
 
 @pytest.mark.parametrize(
