@@ -25,6 +25,7 @@ from holdfast.adapters.mindspore.gate import Relay
 from holdfast.adapters.mindspore.state import Slice
 from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
+from holdfast.session.arguments import checked
 from holdfast.session.framework import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
@@ -71,6 +72,7 @@ class _Guarded(nn.Optimizer):  # type: ignore[misc]
         return self.opt(self.relay(gradients))
 
 
+@checked("holdfast.mindspore.session")
 def session(
     cell: Any,
     *,

@@ -21,6 +21,7 @@ from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place, scope
 from holdfast.adapters.tensorflow.data import Source, dataset_of
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.session.api import configure_logging
+from holdfast.session.arguments import checked
 from holdfast.session.framework import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
@@ -30,6 +31,7 @@ from holdfast.store.policy import Kept, SaveWhen
 __all__ = ["callback", "fit", "session"]
 
 
+@checked("holdfast.tensorflow.session")
 def session(
     model: Any,
     optimizer: Any = None,

@@ -1,6 +1,6 @@
-"""Counts and numbers in what people read."""
+"""Counts, numbers and suggestions in what people read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def plural(count: int, noun: str) -> str:
@@ -13,6 +13,17 @@ def noun_of(count: int, noun: str) -> str:
     if count == 1:
         return noun
     return f"{noun}es" if noun.endswith(("x", "ch", "ss")) else f"{noun}s"
+
+
+def closest(word: str, words: Sequence[str]) -> str:
+    """The word that was probably meant, or empty: the one that it begins, else the one that looks like it."""
+    import difflib  # slow to import, and most runs make no mistake
+
+    begun = [each for each in words if each.startswith(word)]
+    if len(begun) == 1:
+        return begun[0]
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return found[0] if found else ""
 
 
 def ranges(ranks: Iterable[int]) -> str:

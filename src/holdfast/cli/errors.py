@@ -11,7 +11,6 @@ Form, always on stderr::
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from holdfast.errors import (
     UserError,
 )
 from holdfast.exits import Exit
+from holdfast.wording import closest
 
 _LOG = "log: "
 _NOTHING_SAID: Any = getattr(
@@ -151,15 +151,6 @@ def translate(error: click.ClickException) -> UsageError:
             hint += "  (arguments of your script go after the script)"
         return UsageError(f"{path} has no flag {error.option_name}{found}", hint=hint)
     return UsageError(error.format_message(), hint=hint)
-
-
-def closest(word: str, words: list[str]) -> str:
-    """The word that was probably meant, or empty: the one that it begins, else the one that looks like it."""
-    begun = [each for each in words if each.startswith(word)]
-    if len(begun) == 1:
-        return begun[0]
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return found[0] if found else ""
 
 
 def _options(context: click.Context | None) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from holdfast.cli.errors import closest
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
+from holdfast.wording import closest
 
 RUNS = "runs"
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import click
 
 from holdfast.cli.errors import (
-    closest,
     no_colour,
     of_the_machine,
     show,
@@ -23,6 +22,7 @@ from holdfast.cli.errors import (
 from holdfast.cli.output import OutputLost, flush, watch
 from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
+from holdfast.wording import closest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("holdfast.cli.run:run", "Start a training script on one host or more; survives the death of any process."),

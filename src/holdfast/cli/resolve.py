@@ -29,6 +29,7 @@ from holdfast.runtime.addresses import read_host
 from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
 from holdfast.runtime.settings import RunSettings, TargetKind, new_launch
 from holdfast.store.place import ROOT_VARIABLE, absolute
+from holdfast.wording import closest
 
 SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # before a job's time is over: Slurm's --signal=USR1@60
 _COUNT_DEVICES = {
@@ -220,7 +221,6 @@ def find_target(kind: TargetKind, script: str) -> str:
 
 
 def _script_hint(path: Path) -> str:
-    from holdfast.cli.errors import closest
 
     siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = closest(path.name, siblings)

@@ -10,10 +10,10 @@ from typing import Any
 class _Callable(types.ModuleType):
     """Python binds a subpackage to its name in the parent: so the package itself can be called."""
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, *places: Any, **arguments: Any) -> Any:
         from holdfast.session.api import open_session
 
-        return open_session(**arguments)
+        return open_session(*places, **arguments)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CheckpointInvalid, UsageError, hinted
+from holdfast.session.arguments import checked
 
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
@@ -23,6 +24,7 @@ log = logging.getLogger("holdfast")
 PREFIX = "holdfast: "
 
 
+@checked("holdfast.session")
 def open_session(
     *,
     model: Any,
@@ -90,6 +92,7 @@ def open_session(
     return Session(adapter, extras, settings)
 
 
+@checked("holdfast.load")
 def load(
     path: Place | str | os.PathLike[str],
     model: Any,

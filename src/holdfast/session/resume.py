@@ -45,9 +45,9 @@ from holdfast.store.layout import Catalogue, TensorMeta
 from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, opened
-from holdfast.store.root import Root, find
+from holdfast.store.root import Found, Root, find
 from holdfast.store.validity import Validity
-from holdfast.wording import plural
+from holdfast.wording import closest, plural
 
 log = logging.getLogger("holdfast")
 
@@ -110,7 +110,7 @@ def candidates(
             _warn_of_others(place)
         return Candidates(own, ())
     if resume != "auto":
-        meant = find(resume)
+        meant = _named(resume)
         return Candidates((*own, meant.path), tuple(f"{v.name}: {v.reason}" for v in meant.passed_over))
     if place is None:
         return Candidates((), ())
@@ -131,6 +131,16 @@ def candidates(
         paths.remove(place.path / first)
         paths.insert(0, place.path / first)
     return Candidates(tuple(paths), rejected)
+
+
+def _named(resume: str) -> Found:
+    """What ``resume=`` names. Raises: as ``store.root.find``."""
+    try:
+        return find(resume)
+    except UsageError as error:
+        close = closest(str(resume), ["auto", "never"])
+        meant = f"did you mean resume={close!r}? Else " if close else "resume='auto', 'never', or "
+        raise UsageError(f"resume={resume!r}: {error.message}", hint=f"{meant}{error.hint}") from None
 
 
 def _warn_of_others(root: Root) -> None:

@@ -1,0 +1,51 @@
+"""A misspelled argument is an error of the user with the name that was probably meant, and no crash to start again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from holdfast.errors import UsageError
+from holdfast.wording import closest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a public function refuse a call that does not fit its arguments.
+
+    Args:
+        name: by which the user calls the function.
+
+    Returns: a decorator; the function then raises UsageError where Python would raise a TypeError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _refusal(name, signature, list(kwargs), str(error)) from None
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _refusal(name: str, signature: inspect.Signature, given: list[str], why: str) -> UsageError:
+    known = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name in known]
+    form = f"{name}({', '.join(f'{each}=...' for each in needed)})"
+    wrong = next((each for each in given if each not in known), "")
+    if not wrong:
+        return UsageError(f"{name}(): {why}", hint=form)
+    close = closest(wrong, known)
+    meant = f"; did you mean {close}?" if close else ""
+    return UsageError(f"{name}() has no argument {wrong!r}{meant}", hint=f"its arguments: {', '.join(known)}")

@@ -1,0 +1,86 @@
+"""Misspelled arguments: one error that names what was meant, and one fault of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import journal
+from holdfast.errors import UsageError
+from tests.session.launch import run_job
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = """\
+import sys, torch, torch.distributed as dist, holdfast
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+key, _, value = sys.argv[1].partition("=")
+with holdfast.session(model=model, optimizer=optimizer, **{key: value}) as s:
+    pass
+"""
+
+
+def parts() -> dict[str, Any]:
+    """What every session needs."""
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"checkpiont": "x"}, "holdfast.session() has no argument 'checkpiont'; did you mean checkpoint?"),
+        ({"save_every": 5}, "did you mean save_every_s?"),
+        ({"zzz": 5}, "has no argument 'zzz'"),
+    ],
+)
+def test_a_misspelled_argument_is_answered_with_the_right_one(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        holdfast.session(**parts(), **wrong)
+    assert says in caught.value.message and "model, optimizer, scheduler" in caught.value.hint
+
+
+def test_arguments_that_are_missing_or_have_no_name() -> None:
+    made: Any = holdfast.session
+    with pytest.raises(UsageError, match=r"missing a required .*argument: 'optimizer'") as caught:
+        made(model=nn.Linear(2, 2))
+    assert caught.value.hint == "holdfast.session(model=..., optimizer=...)"
+    with pytest.raises(UsageError, match="too many positional arguments"):
+        made(*parts().values())
+    load: Any = holdfast.load
+    with pytest.raises(UsageError, match=r"holdfast.load\(\) has no argument 'strct'; did you mean strict\?"):
+        load("x", nn.Linear(2, 2), strct=False)
+
+
+def test_a_misspelled_word_for_resume_is_answered_with_the_right_one(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="resume='atuo': atuo does not exist") as caught,
+        holdfast.session(**parts(), checkpoint=tmp_path, resume="atuo"),
+    ):
+        pass
+    assert caught.value.hint.startswith("did you mean resume='auto'? Else name a checkpoint directory")
+    with (
+        pytest.raises(UsageError, match="resume='somewhere': somewhere does not exist") as caught,
+        holdfast.session(**parts(), checkpoint=tmp_path, resume="somewhere"),
+    ):
+        pass
+    assert caught.value.hint.startswith("resume='auto', 'never', or name a checkpoint directory")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("words", ["checkpiont=x", pytest.param("resume=atuo", marks=pytest.mark.more)])
+def test_a_typing_error_ends_the_run_at_once(tmp_path: Path, words: str) -> None:
+    """It was a crash of each rank, restarted once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run_job(tmp_path, 2, "--run-id", "it", "train.py", words)
+    assert done.returncode == 3 and "did you mean" in done.stdout, done.stdout
+    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    kinds = [e.kind for e in events]
+    assert kinds.count("verdict") == 1 and kinds.count("member_started") == 2
