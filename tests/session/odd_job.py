@@ -60,11 +60,12 @@ class Job:
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         self.blocks: list[int] = []
 
-    def session(self, state: dict[str, Any] | None = None) -> Any:
+    def session(self, state: dict[str, Any] | None = None, verify_block: int = 1000) -> Any:
         """Its session."""
         return holdfast.session(
-            model=self.model, optimizer=self.optimizer, checkpoint="ckpt", save=1000, memory=0, state=state
-        )
+            model=self.model, optimizer=self.optimizer, checkpoint="ckpt", save=1000, memory=0, state=state,
+            verify_block=verify_block,
+        )  # fmt: skip
 
     def struck(self, step: int, where: str) -> None:
         """The place of a fault: SIGKILL, once."""
@@ -166,8 +167,8 @@ def keeping(job: Job) -> dict[str, Any]:
 
 
 def inside(job: Job) -> dict[str, Any]:
-    """Gradients are accumulated in one block; some are thrown away, and cleared late or early."""
-    with job.session() as s:
+    """Gradients are accumulated in one block; some are thrown away, and cleared late or early. All are checked."""
+    with job.session(verify_block=1) as s:
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
                 job.optimizer.zero_grad(set_to_none=step.number % 2 == 0)

@@ -257,6 +257,10 @@ class KnowsWeights(Protocol):
 class ProvesBlocks(Protocol):
     """What an adapter may also be: one that can run a block alone and without effect, and say what came out of it."""
 
+    @property
+    def partial(self) -> bool:
+        """This rank alone has no whole copy of the model: alone it computes with other numbers."""
+
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
         """The block that begins is such a run. :meth:`Adapter.end_rehearsal` ends it.
 

@@ -125,6 +125,8 @@ class Prover:
             return False
         if isinstance(error, ImpureBlockError) or len(self._proofs) >= RUNS:
             return False
+        if not (self._first or adapter.partial):
+            return False  # the same error comes with peers
         log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
         self._add(step, adapter, None)
         return True

@@ -54,6 +54,7 @@ from holdfast.store.layout import Catalogue
 log = logging.getLogger("holdfast")
 
 REHEARSALS_MAX = 3
+SETTLED = 3  # blocks after which DDP has laid out its buckets, whatever its settings
 
 
 class TorchAdapter:
@@ -114,6 +115,7 @@ class TorchAdapter:
         self._feed: Feed | None = None
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
+        self._passed = 0  # blocks with an update since the buckets of DDP were reset
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -396,6 +398,7 @@ class TorchAdapter:
         self._snapshot.undo.clear()
         self._devices.order()
         self._sample.note()
+        self._passed += self._computed
         self._leftover.ended(self._step, updated=self._computed)
 
     def _updated_parameters(self) -> Iterator[torch.Tensor]:
@@ -440,6 +443,8 @@ class TorchAdapter:
         self._heal()
 
     def _heal(self) -> None:
+        if not self._fabric.looped:
+            self._passed = 0
         for _, module in modules_of(self._model):
             heal(module)
         heal_pipelines()
@@ -466,11 +471,18 @@ class TorchAdapter:
         """A run of the block without peers, for its check (``adapters.base.ProvesBlocks``)."""
         if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
             return False  # its first passes are counted, and are other ones than those that follow
-        self._proving = "first" if first else "sampled"
+        if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
+            return False  # all ranks have yet to lay out their buckets together; a run that breaks off resets them
+        self._proving = "sampled" if self._passed else "first"
         if suspected:
             self._suspicion.begin()
         self._fabric.loopback()
         return True
+
+    @property
+    def partial(self) -> bool:
+        """This rank alone has no whole copy of the model."""
+        return self._copy.numbers != self.world_size
 
     def found(self) -> Mapping[str, int]:
         """What the block finds."""
@@ -490,6 +502,7 @@ class TorchAdapter:
             self._forget_pass()
 
     def _forget_pass(self) -> None:
+        self._passed = 0
         for _, module in modules_of(self._model):
             forget_pass(module)
 
