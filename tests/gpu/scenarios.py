@@ -32,25 +32,26 @@ BEHIND_CYCLES = 1_000_000_000
 """So long a stream is busy before it does what is asked: half a second and more."""
 
 
-def _free_bytes() -> int:
-    """Of the device, with nothing cached here."""
+def _device_bytes() -> int:
+    """In use on the device, with nothing cached here."""
     gc.collect()
     torch.cuda.synchronize(DEVICE)
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(DEVICE)
-    return int(free)
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    return int(total - free)
 
 
 def _held() -> dict[str, int]:
     """What this process holds of the device and of the system."""
     descriptors, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return {"free_bytes": _free_bytes(), "descriptors": descriptors, "threads": threads}
+    return {"device_bytes": _device_bytes(), "descriptors": descriptors, "threads": threads}
 
 
 def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[str, int]]:
     """NCCL with one rank: the group is aborted, with a collective under way in every other generation, and rebuilt.
 
-    Returns: what is held in generation ``first``, and in the last one as soon as it is no more, or after 10 s.
+    Returns: what is held in generation ``first``, and in the last one as soon as it is no more, or after 10 s. What was
+    aborted ends beside this thread: of the first one some may be counted, too.
     """
     if older:
         os.environ["TORCH_DIST_USE_NCCL2"] = "0"
@@ -81,8 +82,8 @@ def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[
         state.reconfigure(Generation(1, number + 1))
     until_s = time.monotonic() + 10.0
     last = _held()
-    while last["free_bytes"] < found[0]["free_bytes"] and time.monotonic() < until_s:
-        time.sleep(0.1)  # what was aborted ends beside this thread
+    while any(last[what] > found[0][what] for what in last) and time.monotonic() < until_s:
+        time.sleep(0.1)
         last = _held()
     return [*found, last]
 

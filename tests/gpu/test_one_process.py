@@ -21,8 +21,8 @@ def test_groups_of_nccl_leave_no_memory_behind(worlds: Worlds, older: bool) -> N
     ((first, last),) = worlds.values(
         scenarios.rebuilt, 1, generations=GENERATIONS, first=WARM, older=older, bound_s=100.0
     )
-    assert last["free_bytes"] >= first["free_bytes"] - SLACK_BYTES
-    assert (last["descriptors"], last["threads"]) == (first["descriptors"], first["threads"])
+    assert last["device_bytes"] <= first["device_bytes"] + SLACK_BYTES
+    assert last["descriptors"] <= first["descriptors"] and last["threads"] <= first["threads"]
 
 
 def test_copies_into_locked_pages(worlds: Worlds) -> None:
