@@ -144,6 +144,7 @@ class Job:
             died_ns=int((self.now + 0.009) * 1e9),
             staged_step=how.get("staged_step", 0),
             kept=how.get("kept", ()),
+            oom_kills=how.get("oom_kills", 0),
         )
         self.post(event)
 

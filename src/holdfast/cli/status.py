@@ -187,7 +187,7 @@ def named(what: str) -> str:
         except ValueError:  # not all have one
             return told[0]
 
-    return re.sub(r"\bby signal (\d+)$", name, what)
+    return re.sub(r"\bby signal (\d+)(?=$|,)", name, what)
 
 
 def fault_place(fault: FaultView) -> str:

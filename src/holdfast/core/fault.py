@@ -11,9 +11,11 @@ from typing import Literal, get_args
 
 import msgspec
 
+from holdfast.core.ids import Generation
 from holdfast.core.membership import Member
-from holdfast.core.messages import Field
-from holdfast.core.policy import Failure
+from holdfast.core.messages import Field, MemberExited
+from holdfast.core.phases import NO_PAGE
+from holdfast.core.policy import DEATH, Failure
 from holdfast.exits import Exit
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
@@ -22,6 +24,10 @@ SEEN: tuple[Seen, ...] = get_args(Seen)
 FaultKind = Literal[
     "signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller", "corruption"
 ]
+START_S = 60.0
+"""Deaths of a process younger than this happen in its start."""
+OUTSIDE_SIGNALS = frozenset({1, 2, 9, 15})  # SIGHUP, SIGINT, SIGKILL, SIGTERM
+OUTSIDE_TIMES_MAX = 4
 LEFT_FOR_RESTART = "left for a restart"
 """What is said of a member that follows a fault: it has nothing of its own to tell."""
 
@@ -88,6 +94,31 @@ class Fault(msgspec.Struct, kw_only=True):
             latest = max(latest, self.passed.get(phase, self.at_s) - self.at_s)
             fields[f"{phase}_s"] = round(latest, 6)
         return fields
+
+
+def death_of(
+    now: float, member: Member, exited: MemberExited, how: str, generation: Generation
+) -> Failure | None:
+    """What tells this death from others: its signal or code, and where it was. None: it was ordered, or nothing does.
+
+    A signal that comes from outside as well, without want of memory, may be chance twice at the same place.
+    """
+    place = exited.detail
+    if member.kill_reason or exited.code == Exit.RESTART or place in ("", NO_PAGE):
+        return None
+    if exited.state == "starting" and (not member.started_s or now - member.started_s > START_S):
+        return None  # of a script without a session: it may be anywhere
+    outside = exited.signal in OUTSIDE_SIGNALS and not exited.oom_kills
+    what = f"signal {exited.signal}" if exited.signal else f"code {exited.code}"
+    return Failure(
+        rank=member.rank,
+        step=exited.step,
+        kind=DEATH,
+        what=f"rank {member.rank} {how}, {'in its start' if place == 'starting' else f'in {place}'}",
+        digest=f"death of rank {member.rank} in {place} by {what}",
+        occurrence=generation.pack(),
+        times_max=OUTSIDE_TIMES_MAX if outside else 2,
+    )
 
 
 class Faults:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.ending import Ending
-from holdfast.core.fault import LEFT_FOR_RESTART, Fault, FaultKind
+from holdfast.core.fault import LEFT_FOR_RESTART, Fault, FaultKind, death_of
 from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job import Job
@@ -291,7 +291,7 @@ class Fleet:
         """A worker process exists."""
         member = self.job.roster.get(event.member_id)
         if member is not None and not member.started:
-            member.started, member.pid = True, event.pid
+            member.started, member.started_s, member.pid = True, now, event.pid
             self.job.record("member_started", member_id=int(event.member_id), rank=member.rank, pid=event.pid)
             self.recovery.progress(now)
 
@@ -342,7 +342,12 @@ class Fleet:
             kind, how = "exit", "is gone"
         if member.kill_reason:
             kind, how = "hang" if member.hung_at_s else "silent", member.kill_reason
-        failure, job = None, self.job
+        job = self.job
+        if event.oom_kills and not member.kill_reason:
+            how += f", out of memory: oom_kill of its cgroup rose by {event.oom_kills}"
+        failure = death_of(
+            now, member, event, how, job.generation if member.joining else job.roster.generation
+        )
         if member.hung_in:
             failure = Failure(
                 rank=member.rank,

@@ -50,6 +50,7 @@ class Member(msgspec.Struct, kw_only=True):
     pid: int = 0
     alive: bool = True
     started: bool = False  # its agent says that the process exists
+    started_s: float = 0.0  # since then, on the controller's clock
     said_hello: bool = False
     opened_step: int | None = None  # its session stands or stood there at start
     reached: bool = False  # has committed a step in the current generation

@@ -380,6 +380,9 @@ class MemberExited(Message, frozen=True):
     staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
     kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory
     log_size_bytes: int = 0  # of its log: what follows is a successor's; 0: not known
+    oom_kills: int = (
+        0  # so many processes of its node's control group were killed for want of memory meanwhile
+    )
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -60,7 +60,11 @@ CORRUPTION = "CopiesDiffer"
 """``Failure.kind`` of a rank whose copy of the state differs from those of others."""
 
 
-_WHAT = {HANG: "hang", CORRUPTION: "difference between copies of the state"}
+DEATH = "Death"
+"""``Failure.kind`` of a process that ended without a word: a signal, or an exit code."""
+
+
+_WHAT = {DEATH: "death", HANG: "hang", CORRUPTION: "difference between copies of the state"}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     occurrence: int = 0  # the generation that failed, packed: a successor hears of it again
     user_error: bool = False
     between: bool = False  # of two steps
+    times_max: int = 2  # the run ends when it happens for so many times at the same step
 
     @property
     def mark(self) -> tuple[str, int, int]:
@@ -138,23 +143,28 @@ def stop_for(now: float, situation: Situation, history: Sequence[Answered], conf
 
 def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
     for failure in situation.failures:
-        error = f"{failure.kind}: {failure.what}"
+        error = failure.what if failure.kind == DEATH else f"{failure.kind}: {failure.what}"
         where = f"rank {failure.rank} at step {failure.step}: {error}"
         what = _WHAT.get(failure.kind, "exception")
         if failure.user_error:
             return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
             return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
-        if any(
-            (digest, step) == (failure.digest, failure.step) and occurrence != failure.occurrence
+        before = {
+            occurrence
             for answered in history
             for digest, step, occurrence in answered.failures
-        ):
+            if (digest, step) == (failure.digest, failure.step) and occurrence != failure.occurrence
+        }
+        if len(before) + 1 >= failure.times_max:
+            times = "twice" if len(before) == 1 else f"{len(before) + 1} times"
             return Verdict(
                 action="stop_user_bug",
-                reason=f"the same {what} at step {failure.step} twice: {error}",
+                reason=f"the same {what} at step {failure.step} {times}: {error}",
                 evidence=(where, f"digest {failure.digest}"),
             )
+        if failure.kind == DEATH:
+            continue
         if steps := _at_the_next_step(failure, history) or _again_and_again(failure, history):
             return Verdict(
                 action="stop_user_bug",

@@ -164,12 +164,11 @@ CAUSE_OF: dict[FaultKind, str] = {
 
 
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
-    """The exceptions that caused this, unless somebody died or they are what a lost peer causes; of several ranks that
-    raised the same, the first. Who left for the fence did not die: an exception that comes after it is not said."""
+    """The deaths that caused this; without any, the exceptions that are not what a lost peer causes; of several ranks
+    that raised the same, the first. Who left for the fence did not die."""
     found = [f for f in faults if "planned" not in f.passed]
-    if any(f.kind not in OWN_DOING and not f.follows for f in found):
-        return ()
-    causes = [f.failure for f in found if f.failure and f.failure.kind not in CONSEQUENCES]
+    died = [f for f in found if f.kind not in OWN_DOING and not f.follows]
+    causes = [f.failure for f in died or found if f.failure and f.failure.kind not in CONSEQUENCES]
     distinct: dict[tuple[str, int], Failure] = {}
     for failure in causes:
         distinct.setdefault((failure.digest, failure.step), failure)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import MemberExited, RankState
 from holdfast.core.page import Phase, Word
 from holdfast.errors import ProtocolError
+from holdfast.runtime.cgroup import OomKills, memory_events
 from holdfast.runtime.page import Page
 from holdfast.store.memory import kept_steps
 
@@ -30,6 +32,9 @@ STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.SPARE: "starting",
     Phase.AFTER: "finished",
 }
+
+
+_oom_kills = OomKills(memory_events())
 
 
 def read_death(
@@ -81,6 +86,7 @@ def read_death(
         staged_step=staged,
         kept=kept,
         log_size_bytes=log_size_bytes,
+        oom_kills=_oom_kills.rose_by() if killed_by == signal.SIGKILL else 0,
     )
 
 
