@@ -82,6 +82,13 @@ def test_a_table_stands_for_the_flags(tmp_path: Path) -> None:
     assert (spare["nnodes"], spare["node_rank"], spare["bind"]) == ("3:4", 3, None)
 
 
+def test_a_table_of_ipv6_addresses(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "t", ["FD00::9", "fd00::a"], 2)
+    for bind in ("fd00::a", "[fd00::0a]"):
+        mine = placed(path, bind=bind)
+        assert (mine["node_rank"], mine["master_addr"], mine["bind"]) == (1, "FD00::9", bind)
+
+
 def test_a_table_of_hosts_of_two_sizes(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes(make(["127.0.0.1", "198.51.100.1"], [2, 1]))

@@ -491,6 +491,26 @@ def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     assert "HOLDFAST_S3_RETRY_S=60" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://fd00::2:9000",
+        "http://[fd00::2",
+        "http://[fe80::1%eth0]:9000",
+        "http://[host]:1",
+        "host:9000",
+        "http://",
+    ],
+)
+def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """obstore panics over some of them: an exception that no `except Exception` sees."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    with pytest.raises(UsageError, match=r"AWS_ENDPOINT_URL=.* is no URL of a server") as caught:
+        open_store("s3://bucket/x")
+    assert "http://[fd00::2]:9000" in caught.value.hint
+
+
 MEMORY = """
 import sys, resource
 import numpy as np

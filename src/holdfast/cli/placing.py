@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.errors import say
 from holdfast.errors import UsageError
-from holdfast.runtime.addresses import family_of
+from holdfast.runtime.addresses import family_of, read_host, same_address
 from holdfast.runtime.ranktable import COMPLETED, RankTable, Server, read, refusal
 from holdfast.wording import plural
 
@@ -116,7 +116,8 @@ def _number(values: Mapping[str, Any], given: frozenset[str], table: RankTable, 
     if "node_rank" in given:
         return int(values["node_rank"])
     if "bind" in given:
-        local = [i for i, server in enumerate(table.servers) if server.address == values["bind"]]
+        bind = same_address(read_host(str(values["bind"]), "--bind"))
+        local = [i for i, server in enumerate(table.servers) if same_address(server.address) == bind]
     else:
         local = [i for i, server in enumerate(table.servers) if _is_here(server.address)]
     if len(local) == 1:

@@ -25,6 +25,14 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def same_address(address: str) -> str:
+    """The one spelling of an address; a name itself."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address
+
+
 def endpoint(host: str, port: int) -> str:
     """Both as one text."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -248,6 +249,28 @@ def _retry_s(text: str) -> float:
     return retry_s
 
 
+def _endpoint(said: Mapping[str, str]) -> str:
+    """The URL of the server, empty where none is named. Raises: UsageError (obstore panics over some)."""
+    name = next((each for each in _ENDPOINTS if said.get(each)), "")
+    if not name:
+        return ""
+    try:
+        parts = urlsplit(said[name])
+        host = parts.hostname or ""
+        sound = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+        if "[" in parts.netloc:
+            sound = sound and ipaddress.IPv6Address(host).scope_id is None
+    except ValueError:
+        sound = False
+    if not sound:
+        raise UsageError(
+            f"{name}={said[name]} is no URL of a server",
+            hint="for example http://10.0.0.1:9000 or http://[fd00::2]:9000: an IPv6 address stands in brackets, "
+            "without a scope id",
+        )
+    return said[name]
+
+
 @functools.lru_cache(maxsize=8)
 def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]) -> S3Store:
     try:
@@ -257,7 +280,7 @@ def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]
             "obstore is not installed; s3:// needs it", hint="pip install 'holdfast[s3]'"
         ) from error
     said = dict(configuration)
-    endpoint = next((said[name] for name in _ENDPOINTS if said.get(name)), "")
+    endpoint = _endpoint(said)
     retry_s = _retry_s(said.get(RETRY_VARIABLE, ""))
     client: ClientConfig = {
         "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
