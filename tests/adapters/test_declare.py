@@ -13,7 +13,8 @@ from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.adapters.torch.boxes import CHECKPOINTABLE, declare
 from holdfast.adapters.torch.state import TorchState
 from holdfast.core.ids import NO_GENERATION, SaveId
-from holdfast.errors import StateError
+from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Box, Catalogue
 from holdfast.store.plan import plan
 from holdfast.store.reader import Target, load_into
@@ -179,3 +180,59 @@ def test_regions_that_cannot_be() -> None:
     marked.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     with pytest.raises(StateError, match="weight is one part of a tensor-parallel weight"):
         TorchState(marked, {})
+
+
+class Cutting(torch.optim.Optimizer):
+    """Keeps the state of its rows only, and says so."""
+
+    def __init__(self, parameters: Any, rank: int) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.rank = rank
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum"] = torch.full((3, 4), float(self.rank))
+                declare(self.state[p]["momentum"], p.shape, (3 * self.rank, 0))
+
+
+def _cutting(rank: int, *, stepped: bool) -> TorchState:
+    model = torch.nn.Linear(4, 6, bias=False)
+    optimizer = Cutting(model.parameters(), rank)
+    if stepped:
+        optimizer.step()
+    return TorchState(model, {"default": optimizer})
+
+
+def test_state_that_an_optimizer_cuts_comes_back_in_its_parts() -> None:
+    sources = [_cutting(rank, stepped=True).collect() for rank in range(2)]
+    catalogue = Catalogue.from_layouts({rank: each.layout(rank, 2) for rank, each in enumerate(sources)})
+    name = "optimizer.default.weight.momentum"
+    for stepped in (False, True):
+        fresh = _cutting(1, stepped=stepped)
+        restore = fresh.restore(catalogue, sources[0].values, (1, 2))
+        for meta, data in restore.buffers():
+            data[:] = sources[1].view(meta.fqn, meta.box)
+        restore.finish()
+        again = fresh.collect()
+        assert torch.equal(again.tensors[name], torch.ones(3, 4))
+        assert list(again.parts(name)) == [Box((3, 0), (3, 4))]
+
+
+def test_another_number_of_ranks_cannot_load_what_an_optimizer_cut() -> None:
+    sources = [_cutting(rank, stepped=True).collect() for rank in range(2)]
+    catalogue = Catalogue.from_layouts({rank: each.layout(rank, 2) for rank, each in enumerate(sources)})
+    with pytest.raises(
+        CheckpointMismatch, match=r"weight\.momentum: .* for 2 ranks, and this is rank 0 of 3"
+    ):
+        _cutting(0, stepped=False).restore(catalogue, sources[0].values, (0, 3))
+
+
+def test_nothing_follows_for_a_rank_that_has_not_declared_its_part_yet() -> None:
+    layouts = {
+        0: _cutting(0, stepped=True).collect().layout(0, 2),
+        1: _cutting(1, stepped=False).collect().layout(1, 2),
+    }
+    catalogue = catalogue_of({rank: layout.encode() for rank, layout in layouts.items()})
+    entry = catalogue.by_fqn["optimizer.default.weight.momentum"]
+    assert catalogue.boxes(entry) == [(Box((0, 0), (3, 4)), (0,))]

@@ -19,6 +19,7 @@ REFUSED = {
     "prefetch": r"step 0: .*prefetch.py:\d+ uses the int64 \[4, 8\] that prefetch.py:\d+ made in the run before",
     "tensor_parallel": "step 0 leaves the gradients of its update, to which the next step adds",
 }
+AGAIN = {"sharded_optimizer": r"\d+ steps?"}  # its parts lie with one rank each
 NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
 
 
@@ -58,7 +59,7 @@ def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
     _, calm = run(tmp_path / "calm", "adapted", name, monkeypatch)
     assert len(calm) == 2
     output, killed = run(tmp_path / "killed", "adapted", name, monkeypatch, KILL="1:2,0:4")
-    assert "2 faults, 0 steps lost" in output and killed == calm, output
+    assert re.search(f"2 faults, {AGAIN.get(name, '0 steps')} lost", output) and killed == calm, output
     output, _ = run(tmp_path / "stopped", "adapted", name, monkeypatch, code=Exit.REQUEUE, STOP="3")
     output, resumed = run(tmp_path / "stopped", "adapted", name, monkeypatch, KILL="0:5")
     assert "resumed at step 4" in output and resumed == calm, output

@@ -155,6 +155,8 @@ def _fault(
     place = found.places[0] if found.places else "which copies differ was not told"
     who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
     what = f"{who}holds a wrong copy of the state: {place}"
+    if place.startswith("optimizer."):
+        what += "; state that an optimizer cuts for each rank must be declared: holdfast.torch.declare()"
     digest = f"copies differ {'.'.join(map(str, ranks))}"
     failure = Failure(
         rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence

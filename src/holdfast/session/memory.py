@@ -35,7 +35,7 @@ from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed, refuse_another_model
 from holdfast.store.complete import catalogue_of
-from holdfast.store.layout import DTYPE_SIZE_BYTES
+from holdfast.store.layout import DTYPE_SIZE_BYTES, TensorMeta
 from holdfast.store.memory import SLOTS, Kept, Slots, open_kept, was_amended
 from holdfast.store.values import decode_mapping, encode_values
 from holdfast.wording import plural
@@ -236,11 +236,18 @@ class Tier:
             refuse_another_model(catalogue, (meta for meta, _ in buffers), f"in {kept.path.name}")
             for meta, data in buffers:
                 if len(data):
-                    np.copyto(
-                        np.frombuffer(data, np.uint8), np.frombuffer(kept.view(meta.fqn, meta.box), np.uint8)
-                    )
+                    np.copyto(np.frombuffer(data, np.uint8), np.frombuffer(self._view(kept, meta), np.uint8))
             restore.finish()
             return Resumed(kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory"))
+
+    def _view(self, kept: Kept, meta: TensorMeta) -> memoryview:
+        """The bytes of one box; a state that lacks it is dropped, so that the next decision does not count on it."""
+        assert self._slots is not None
+        try:
+            return kept.view(meta.fqn, meta.box)
+        except CheckpointInvalid:
+            self._slots.forget(kept.step)
+            raise
 
     def _require_whole(self, kept: Kept) -> None:
         """The rank may have been lost behind the block, before it could amend its state as the others did.

@@ -3,7 +3,8 @@
 Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died, or
 was in doubt, before its second declaration holds (or will hold) the same entries: an entry with the shape of its
 parameter lies where the parameter lies, any other is whole. From one complete declaration the others follow, and every
-rank that computes this from the same declarations gets the same answer.
+rank that computes this from the same declarations gets the same answer. State that an optimizer cuts by itself lies
+elsewhere: where a declared entry does not lie so, nothing follows from it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
 def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
     """``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
     known: dict[str, Row] = {}
+    cut: set[str] = set()
     seen: set[int] = set()
     for _, declaration in sorted(declared.items()):
         if id(declaration.tensors) in seen:
             continue
         seen.add(id(declaration.tensors))
+        places = _places(declaration)
         for row in declaration.tensors:
             if row.fqn.startswith(PREFIX):
                 known.setdefault(row.fqn, row)
+                if not _follows(row, declaration, places):
+                    cut.add(row.fqn)
+    known = {fqn: row for fqn, row in known.items() if fqn not in cut}
     tables: dict[tuple[int, int], tuple[tuple[Row, ...], tuple[Cuts, ...]]] = {}
     out: dict[int, Declaration] = {}
     for rank, declaration in declared.items():
@@ -54,9 +60,7 @@ def _completed(
     declaration: Declaration, known: Mapping[str, Row]
 ) -> tuple[tuple[Row, ...], tuple[Cuts, ...]]:
     """The completed table, and the cells that it needs in addition."""
-    places: dict[str, list[Row]] = {}
-    for row in declaration.tensors:
-        places.setdefault(row.fqn, []).append(row)
+    places = _places(declaration)
     cells: dict[Cuts, int] = {}
     added: list[Row] = []
     for row in known.values():
@@ -70,6 +74,21 @@ def _completed(
             place = cells.setdefault(whole, len(declaration.cells) + len(cells))
             added.append(Row(row.fqn, row.dtype, row.shape, place))
     return (declaration.tensors + tuple(added) if added else declaration.tensors), tuple(cells)
+
+
+def _places(declaration: Declaration) -> dict[str, list[Row]]:
+    places: dict[str, list[Row]] = {}
+    for row in declaration.tensors:
+        places.setdefault(row.fqn, []).append(row)
+    return places
+
+
+def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]) -> bool:
+    """True for an entry that lies where its parameter lies, or is whole."""
+    if declaration.box(row).sizes == row.shape:
+        return True
+    parameter = _parameter(row.fqn, places)
+    return parameter is None or row.place in {at.place for at in places[parameter]}
 
 
 def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:

@@ -98,10 +98,18 @@ class Kept:
         return sum(box.size_bytes for box in self._boxes.values())
 
     def catalogue(self) -> Catalogue:
-        """Names, types and shapes of all tensors, also of those of which this rank's part is empty."""
+        """All tensors and this rank's boxes of them; a tensor of which its part is empty as if it were whole."""
         metas = [box.meta for box in self._boxes.values()]
-        whole = {m.fqn: TensorMeta(m.fqn, m.dtype, m.shape, Box.whole(m.shape)) for m in metas}
-        return Catalogue.from_layouts({self._rank: RankLayout(self._rank, tuple(whole.values()), self.world)})
+        held = [meta for meta in metas if meta.box.numel]
+        named = {meta.fqn for meta in held}
+        empty = {
+            m.fqn: TensorMeta(m.fqn, m.dtype, m.shape, Box.whole(m.shape))
+            for m in metas
+            if m.fqn not in named
+        }
+        return Catalogue.from_layouts(
+            {self._rank: RankLayout(self._rank, (*held, *empty.values()), self.world)}
+        )
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Bytes of one box. Raises: CheckpointInvalid when the slot does not hold it."""

@@ -303,7 +303,7 @@ class TorchAdapter:
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch."""
-        return self.state.restore(catalogue, values)
+        return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
         """What shows that a tensor of a batch was written (``adapters.base.MarksTensors``)."""

@@ -87,10 +87,10 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
     """Say that this rank's plain ``tensor`` is a region of a global tensor, before the session sees it.
 
     Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape lies where it
-    lies.
+    lies; state that an optimizer cuts by itself is declared where the optimizer makes it.
 
     Args:
-        tensor: a parameter or buffer, not a DTensor.
+        tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
         shape: of the global tensor, elements.
         offsets: where ``tensor`` begins in it, elements.
 

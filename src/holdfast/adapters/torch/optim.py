@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import TORCH_DTYPES, global_shape, is_padded, lies_as, placed
 from holdfast.adapters.torch.filling import put_into
+from holdfast.adapters.torch.hand_cut import HandCut
 from holdfast.adapters.values import Leaf, Plain, join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
 from holdfast.store.layout import Catalogue
@@ -368,11 +369,14 @@ class OptimizerState:
             )
 
     def prepare(
-        self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor]
+        self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
         """Find or make memory for what ``saved`` (from :meth:`split`) names; add it to ``targets`` by name.
 
         Tensors that the optimizer has already, of the same form, are filled in place.
+
+        Args:
+            cuts: where this rank's part lies of state that the optimizer cuts.
 
         Returns: call it when the targets are filled; only then does the optimizer take them.
 
@@ -384,11 +388,15 @@ class OptimizerState:
         self._refuse_others_parameters(saved, catalogue)
         reused: set[int] = set()
 
-        def fetch(path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None) -> torch.Tensor:
+        def fetch(
+            path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None, parameter: str = ""
+        ) -> torch.Tensor:
             entry = catalogue.by_fqn.get(path)
             if entry is None:
                 raise CheckpointMismatch(f"the checkpoint names {path} but does not hold it")
-            made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
+            made = None if like is None else cuts.allocate(entry, parameter, like, there)
+            if made is None:
+                made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
             if made is there:
                 if id(made) in reused:  # one tensor under two names: the second becomes one of its own
                     made = made.clone()
@@ -408,9 +416,10 @@ class OptimizerState:
             step_on_cpu = not (group.get("capturable") or group.get("fused"))
             for p in group["params"]:
                 there = self.optimizer.state.get(p, {})
-                for key, item in saved["state"].get(self._name(p), {}).items():
+                fqn = self._name(p)
+                for key, item in saved["state"].get(fqn, {}).items():
                     cpu = key == "step" and step_on_cpu
-                    fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key))
+                    fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key), parameter=fqn)
                     states.setdefault(p, {})[key] = join(item, fill)
         shared = join(saved.get("shared", {}), lambda path: fetch(path, None, True))
         trained = [fqn for fqns in saved.get("added", ()) for fqn in fqns]

@@ -47,6 +47,7 @@ from holdfast.adapters.torch.boxes import (
 )
 from holdfast.adapters.torch.device import await_devices, devices_of, named_errors
 from holdfast.adapters.torch.filling import put_into
+from holdfast.adapters.torch.hand_cut import HandCut
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
     OptimizerState,
@@ -372,18 +373,25 @@ class TorchState:
         return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
 
     def restore(
-        self, catalogue: Catalogue, values: Mapping[str, Plain], *, cast: bool = False, partial: bool = False
+        self,
+        catalogue: Catalogue,
+        values: Mapping[str, Plain],
+        place: tuple[int, int] = (0, 1),
+        *,
+        cast: bool = False,
+        partial: bool = False,
     ) -> Restore:
         """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
 
         Args:
+            place: this rank, and the number of ranks.
             cast: convert floating numbers of another dtype.
             partial: a module whose extra state the checkpoint lacks keeps its own.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another shape.
         """
-        return Restore(self, catalogue, values, cast, partial)
+        return Restore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
 
 
 class Restore:
@@ -396,7 +404,13 @@ class Restore:
     """
 
     def __init__(
-        self, state: TorchState, catalogue: Catalogue, values: Mapping[str, Plain], cast: bool, partial: bool
+        self,
+        state: TorchState,
+        catalogue: Catalogue,
+        values: Mapping[str, Plain],
+        cuts: HandCut,
+        cast: bool,
+        partial: bool,
     ) -> None:
         self._state = state
         self._catalogue = catalogue
@@ -413,7 +427,7 @@ class Restore:
         self._same("scheduler", state.schedulers, values["schedulers"])
         for name, optimizer in state.optimizers.items():
             saved = values["optimizers"][name]
-            self._finish.append(optimizer.prepare(saved, catalogue, self.targets))
+            self._finish.append(optimizer.prepare(saved, catalogue, self.targets, cuts))
         for name, scheduler in state.schedulers.items():
             self._load(f"scheduler.{name}", scheduler, values["schedulers"][name])
         if state.scaler is not None:
