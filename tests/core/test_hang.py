@@ -98,6 +98,23 @@ def test_nobody_to_blame_is_a_fence_and_a_retry_in_place() -> None:
     ]
 
 
+def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
+    """Collectives that do not fit together: 16 rounds before, each as long as a hang takes to be seen."""
+    job = Job().up()
+    for number in range(2):
+        job.post(stalled(job))
+        job.post(evidence(job, job.sent(Gather)[0].number))
+        for rank in range(3):
+            job.settle(rank, "aborted", 5)
+        if number == 0:
+            for member in job.members:
+                job.post(StepReached(member_id=member, generation=job.generation, step=5))
+    verdict = job.record("verdict")
+    assert (
+        verdict["action"] == "stop_user_bug" and "the same hang at step 5 twice: Hang: " in verdict["reason"]
+    )
+
+
 def test_when_all_compute_it_is_slow_and_looked_at_again_later() -> None:
     job = Job(patience_s=60.0).up()
     job.post(stalled(job))

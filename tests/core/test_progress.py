@@ -295,6 +295,10 @@ def test_sections_are_learned_by_name() -> None:
     assert all(world.look() is None for _ in range(100))  # ten seconds, the first of its name
     world.still = set()
     world.look()
+    assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s, "it is not over: more may follow"
+    world.phase = dict.fromkeys(world.phase, Phase.READY)
+    world.look()
+    world.phase = dict.fromkeys(world.phase, Phase.SECTION)
     assert 29 < world.progress.bound_s(world.reading(0)) < 32
     world.section = "export"
     assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s
@@ -316,6 +320,15 @@ def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
     world.look()
     world.phase = dict.fromkeys(world.phase, Phase.SECTION)
     assert world.progress.bound_s(world.reading(0)) == 10 * LIMITS.floor_s
+
+
+def test_a_stillness_of_no_time_is_known_and_small() -> None:
+    """A process that hung in its first step had ten minutes where the first steps before had taken no time at all."""
+    progress = Progress(LIMITS, Learned(steps=(STEP_S,) * 5))
+    newcomer = World().reading(0)
+    for mark in range(3):
+        progress.look(1000.0, [newcomer._replace(mark=(mark,))])
+    assert progress.bound_s(newcomer) == max(10 * LIMITS.floor_s, 10 * STEP_S)
 
 
 def test_a_section_that_was_cut_off_is_not_learned() -> None:

@@ -27,6 +27,7 @@ from holdfast.core.ids import NodeId
 from holdfast.core.job import Job
 from holdfast.core.membership import Member
 from holdfast.core.messages import Field
+from holdfast.core.policy import HANG, Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import LAST_LOOK, Evidence, Gather, Late, Moved, RankEvidence, Stalled
 
@@ -154,6 +155,11 @@ class Hangs:
             return False
         return True
 
+    def _place(self, one: RankEvidence) -> str:
+        """Where a rank hangs; without a session the number of its collective says what a step would."""
+        place = one.where or one.phase
+        return place if self.job.session else f"{place}, collective {one.sequence}"
+
     def _idle_s(self) -> float:
         return min((s.idle_s for s in self._stalled.values()), default=0.0)
 
@@ -200,13 +206,21 @@ class Hangs:
             for rank in verdict.ranks:
                 member = members[rank]
                 member.hung_at_s = since_s
-                if not verdict.by_process and self.job.session:
-                    member.hung_in = next(e.where or e.phase for e in ranks if e.rank == rank)
+                if not verdict.by_process:
+                    member.hung_in = self._place(next(e for e in ranks if e.rank == rank))
                 self.job.kill(member, f"hangs: {verdict.reason}")
         else:
             first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
             fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
+            fault.failure = Failure(
+                rank=first.rank,
+                step=first.step,
+                kind=HANG,
+                what=verdict.reason,
+                digest=f"hang of all in {', '.join(sorted({self._place(e) for e in ranks}))}"[:200],
+                occurrence=self.job.roster.generation.pack(),
+            )
             self.recovery.fault(now, fault)
 
 

@@ -102,6 +102,7 @@ class _Watch:
     def __init__(self, reading: Reading) -> None:
         self.last = reading
         self.idle_s = 0.0
+        self.section_s = 0.0  # longest stillness in the section that it is in
         self.busy: deque[float] = deque(maxlen=SAMPLES_MAX)
 
 
@@ -210,6 +211,7 @@ class Progress:
     def bound_s(self, reading: Reading) -> float:
         """How long this worker may be still where it is."""
         limits, phase = self.limits, reading.phase
+        known = _kind(reading) in self._peaks
         peak = self._peaks.get(_kind(reading), 0.0)
         if reading.stopped:
             return self._frozen_s(reading)
@@ -220,13 +222,13 @@ class Progress:
         if phase is Phase.AFTER:
             return limits.section_s
         if phase is Phase.SECTION:
-            return max(10 * limits.floor_s, 3 * peak) if peak else limits.section_s
+            return max(10 * limits.floor_s, 3 * peak) if known else limits.section_s
         if reading.meets:
             return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
         if reading.compiling or phase in (Phase.READY, Phase.SAVE):
             return max(limits.idle_s, 3 * peak)
         if reading.done < SAMPLES_MIN or not self._steps:
-            return max(10 * limits.floor_s, 3 * peak) if peak and self._steps else limits.idle_s
+            return max(10 * limits.floor_s, 3 * peak) if known and self._steps else limits.idle_s
         if phase is Phase.LOADING:
             return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
         return max(self._usual_s(), 1.5 * peak)
@@ -274,8 +276,10 @@ class Progress:
         if is_spare(reading.member_id):  # nothing is learned from one that nobody waits for
             watch.idle_s = 0.0
             return
-        if last.phase is not Phase.SECTION or reading.phase is Phase.SECTION or reading.section:
-            self._learn(_kind(last), watch.idle_s)  # else it was cut off, and may take longer
+        if last.phase is Phase.SECTION:
+            self._see_section(watch, last, reading)
+        else:
+            self._learn(_kind(last), watch.idle_s)
         if reading.section and reading.phase is not Phase.SECTION:
             # It may have been over before anybody looked.
             self._learn(f"section {reading.section}", self.limits.look_s)
@@ -292,9 +296,18 @@ class Progress:
             for kind in (phase.name for phase in IN_STEP):
                 self._peaks[kind] = self._peaks.get(kind, 0.0) * keep
 
+    def _see_section(self, watch: _Watch, last: Reading, reading: Reading) -> None:
+        """One that moves in a section: what is quick in it tells nothing of the rest, so it is learned at its end."""
+        watch.section_s = max(watch.section_s, watch.idle_s)
+        if reading.phase is Phase.SECTION and reading.section == last.section:
+            return
+        if reading.section:  # else it was cut off, and may take longer
+            self._learn(_kind(last), watch.section_s)
+        watch.section_s = 0.0
+
     def _learn(self, kind: str, idle_s: float) -> None:
-        if not self.stalled and idle_s > self._peaks.get(kind, 0.0):
-            self._peaks[kind] = idle_s
+        if not self.stalled:
+            self._peaks[kind] = max(idle_s, self._peaks.get(kind, 0.0))
 
 
 def _kind(reading: Reading) -> str:
