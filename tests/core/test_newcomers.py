@@ -6,20 +6,25 @@ import pytest
 
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
+    AgentBeat,
     AgentHello,
     Fence,
     JoinAsked,
     KillMember,
+    MemberExited,
+    MemberStarted,
     Receive,
     Send,
+    SessionOpened,
     SetTimer,
     Settle,
     Settled,
     StartMembers,
     StateOffered,
     Tick,
+    WorkerHello,
 )
-from tests.core.test_controller import NODE, Job
+from tests.core.test_controller import NODE, Job, seen, successor
 
 
 def at_work(ranks: int) -> Job:
@@ -82,6 +87,61 @@ def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() ->
     generation = job.generation
     job.exit(2, "aborted", 5)
     assert job.generation > generation
+
+
+def has_state(job: Job, rank: int, step: int) -> None:
+    """A newcomer has taken its state, and opened its session; it has not joined."""
+    member, generation = job.members[rank], job.generation
+    job.post(MemberStarted(member_id=member, node_id=NODE, pid=200))
+    job.post(WorkerHello(member_id=member, generation=generation, rank=rank, pid=200))
+    job.post(SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=True))
+
+
+def test_a_newcomer_that_has_its_state_is_fenced_and_not_killed() -> None:
+    """It rehearsed when the only other holder was lost: it was killed, and all steps were lost."""
+    job = at_work(2)
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    has_state(job, 1, 5)
+    job.exit(0)
+    assert [fence.member_id for fence in job.sent(Fence)] == [job.members[1]] and not job.sent(KillMember)
+    job.settle(1, "aborted", 5)
+    verdict, planned = job.record("verdict"), job.record("planned")
+    assert (verdict["action"], planned["step"], planned["sources"]) == ("replace", 5, [1])
+
+
+def test_a_newcomer_without_its_state_is_killed_at_the_next_fence() -> None:
+    job = with_a_newcomer()
+    job.exit(0)
+    assert job.members[1] in [kill.member_id for kill in job.sent(KillMember)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_successor_knows_the_newcomers_and_what_those_before_them_left(lost: int) -> None:
+    """It killed the newcomer as a process of an older generation, and decided while it lived."""
+    job = at_work(2)
+    first = job.members[1]
+    job.exit(1, "updating", 4)
+    job.settle(0, "ready", 5)
+    has_state(job, 1, 5)
+    second = successor(job, world_size=2)
+    assert second.members == job.members
+    living = tuple(m for m in seen(job) if m.rank != lost)
+    second.post(AgentHello(node_id=NODE, slots=2, pid=1, members=living))
+    assert not second.sent(KillMember)
+    page = MemberExited(
+        member_id=first, node_id=NODE, generation=second.past.seated, code=None, signal=9,
+        state="updating", step=4, detail="update", locals={5: b"at 5"},
+    )  # fmt: skip
+    second.post(page)
+    second.open(5, live=True)
+    second.exit(lost, "ready", 5)
+    second.post(AgentBeat(node_id=NODE))
+    second.settle(1 - lost, "ready", 5)
+    verdict, planned = second.record("verdict"), second.record("planned")
+    assert (verdict["action"], planned["step"], planned["sources"]) == ("replace", 5, [1 - lost])
+    left = second.controller.recovery.replacement.reports()
+    assert (1, "updating", 4) in [(r.rank, r.state, r.step) for r in left], "evidence of its seat"
 
 
 def test_when_all_are_torn_nobody_is_killed() -> None:

@@ -40,6 +40,14 @@ def test_a_newcomer_that_has_joined_gives_its_state_when_the_next_fault_comes_be
     assert len(ends(tmp_path)) == 1, done.stdout
 
 
+def test_a_newcomer_that_rehearses_holds_the_state(tmp_path: Path) -> None:
+    """It was killed at the next fence, and with it the only copy of the state."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("holder_job.py")))
+    assert done.returncode == 0 and (tmp_path / "rehearsed").exists(), done.stdout
+    assert ", 2 faults, 0 steps lost" in done.stdout and "restart" not in done.stdout, done.stdout
+    assert len(ends(tmp_path)) == 1 and "ends at 12:" in ends(tmp_path).pop(), ends(tmp_path)
+
+
 def test_a_survivor_without_room_on_its_device_lives_and_gives_its_state(tmp_path: Path) -> None:
     """An error of the device in a thread beside the training ended the process, and with it the only copy."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("full_job.py")))

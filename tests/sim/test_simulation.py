@@ -62,6 +62,18 @@ def test_two_flipped_copies_are_not_equal() -> None:
         assert result.recovered, f"seed {seed}: nobody was told that they differ"
 
 
+def test_a_newcomer_that_holds_the_state_is_known_to_the_next_controller() -> None:
+    """Rank 1 of two is lost, then the controller, then rank 0: a decision was made while the newcomer lived."""
+    faults = (
+        SimFault(kind="kill", at_s=0.673, rank=1),
+        SimFault(kind="controller", at_s=0.75),
+        SimFault(kind="kill", at_s=0.776, rank=0),
+    )
+    results = [run_sim(2, seed, faults, shards=1) for seed in range(40)]
+    lost = [any(r.data["steps_lost"] for r in result.records if r.kind == "restored") for result in results]
+    assert sum(lost) < 10, "in these the newcomer had no state yet"
+
+
 def test_a_torn_rank_proves_its_step_also_when_nobody_else_is_left() -> None:
     faults = (
         SimFault(kind="kill", at_s=0.9, rank=0, state="voting"),

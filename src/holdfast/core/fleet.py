@@ -63,12 +63,21 @@ class Fleet:
             # With one voter, the survivor of two hosts that a witness chose, members may still sit on several nodes.
             if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
+            # The dead of the log whose seats were given away are no members; what they left is evidence.
+            newest = {s.rank: s for s in (*self._past.seats, *self._past.newcomers)}
+            joining = {s.member_id for s in self._past.newcomers}
             members = [
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id,
-                       said_hello=self._past.opened)  # to the one before: it will again
-                for s in self._past.seats
+                       joining=s.member_id in joining,
+                       said_hello=self._past.opened and s.member_id not in joining)  # to the one before
+                for s in newest.values()
             ]  # fmt: skip
             job.roster.seat(self._past.seated, members)
+            seated = {m.member_id for m in members}
+            former = (*self._past.seats, *self._past.newcomers)
+            self.recovery.replacement.adopt(
+                {s.member_id: s.rank for s in former if s.member_id not in seated}
+            )
             self.recovery.seated(self._past.opened, self._past.in_place)
 
     # ---------------------------------------------------------------- agents
@@ -299,7 +308,10 @@ class Fleet:
         """A worker process is gone."""
         job = self.job
         member = job.roster.get(event.member_id)
-        if member is None or not member.alive:
+        if member is None:
+            self.recovery.replacement.replaced_exited(event)
+            return
+        if not member.alive:
             return
         job.roster.bury(member, event)
         for name in ("kill", "failing"):

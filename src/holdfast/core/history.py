@@ -36,6 +36,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
     seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
     seats: tuple[Seat, ...] = ()
+    newcomers: tuple[Seat, ...] = ()  # in the seats of the dead since that start, not resumed; oldest first
     last_member: int = 0
     attempts: int = 0
     step: int = 0  # where the job was last decided to stand
@@ -98,6 +99,7 @@ def _started(past: Past, data: Data) -> Changes:
         "generation": generation,
         "seated": generation,
         "seats": seats,
+        "newcomers": (),
         "in_place": bool(data["in_place"]),
         "last_member": max([past.last_member, *(s.member_id for s in seats)]),
     }
@@ -111,7 +113,15 @@ def _started(past: Past, data: Data) -> Changes:
 
 
 def _replaced(past: Past, data: Data) -> Changes:
-    return {"last_member": max([past.last_member, *(int(m) for m in _list(data, "members"))])}
+    columns = (_list(data, key) for key in ("members", "ranks", "local_ranks", "nodes"))
+    seats = tuple(
+        Seat(MemberId(int(member)), int(rank), int(local_rank), NodeId(node))
+        for member, rank, local_rank, node in zip(*columns, strict=True)
+    )
+    return {
+        "last_member": max([past.last_member, *(s.member_id for s in seats)]),
+        "newcomers": (*past.newcomers, *seats),
+    }
 
 
 def _fenced(past: Past, data: Data) -> Changes:

@@ -15,7 +15,7 @@ Invariants:
    UPDATING for.
 4. Only ranks that stand at the decided step, or can be brought there, are sources of a save.
 5. New members start only when every old one is gone, or in the seats of the dead beside those that live on.
-6. A newcomer is a member of its generation from ``Joined`` on; a fault before that removes it.
+6. A newcomer is a member from ``SessionOpened`` on, when it holds its state; a fault before that removes it.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class Recovery:
         for name in ("grace", "gasp", "startup", "join", "offer"):
             job.cancel(name)
         for member in job.roster.living:
-            if not member.said_hello or member.joining:
+            if not member.said_hello or not self.replacement.holds(member):
                 member.is_excused = True
                 job.kill(member, "was not connected when the generation was fenced")
             elif member.failed is None or member.stays:

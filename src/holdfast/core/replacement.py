@@ -12,15 +12,17 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from holdfast.core.decision import Decided, Report
+from holdfast.core.ids import MemberId
 from holdfast.core.job import Job
 from holdfast.core.ladder import Ladder
 from holdfast.core.membership import Member
 from holdfast.core.messages import Joined, MemberExited, Receive, Settled, StateOffered
+from holdfast.core.phases import NO_PAGE
 from holdfast.wording import plural
 
 
@@ -37,6 +39,7 @@ class Replacement:
         self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
         self._offered_s = 0.0  # in which they come
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
+        self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
     def why_not(self, decided: Decided) -> str:
         """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
@@ -100,6 +103,19 @@ class Replacement:
         self._offered_s = config.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
         self.job.timer("offer", self._offered_s)
 
+    def adopt(self, former: Mapping[MemberId, int]) -> None:
+        """An earlier controller has replaced these members; their agents will say what they left."""
+        self._former = dict(former)
+
+    def replaced_exited(self, event: MemberExited) -> None:
+        """An agent repeats what a replaced member left: evidence of its seat. The last one that was a member counts."""
+        rank = self._former.get(event.member_id)
+        if rank is None or event.detail == NO_PAGE or event.state == "starting":
+            return
+        known = self._pages.get(rank)
+        if known is None or known.member_id < event.member_id:
+            self._pages[rank] = event
+
     def late(self) -> None:
         """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
         for member in self.job.roster.living:
@@ -145,6 +161,21 @@ class Replacement:
             kept=self._kept,
         )
 
+    def holds(self, member: Member) -> bool:
+        """True for a member that answers a fence. A newcomer with an open session holds its state, and is one now."""
+        step = member.opened_step
+        if not member.joining or step is None:
+            return not member.joining
+        member.joining = False
+        self.job.record(
+            "joined",
+            rank=member.rank,
+            member_id=int(member.member_id),
+            step=step,
+            generation=str(self.job.generation),
+        )
+        return True
+
     def joined(self, member: Member, message: Joined) -> Settled:
         """A newcomer holds its state: from now on a member, with this report."""
         member.joining = False
@@ -162,10 +193,8 @@ class Replacement:
     def local_of(self, member: Member) -> bytes:
         """Rank-local values of a lost rank at the decided step: from its own page, or from that of the one it was to
         replace. One that was lost in its update, and in doubt, had told those of the next step beside its own."""
-        page = member.exited
-        if page is None or member.joining:
-            page = self._pages.get(member.rank)
-        known = {} if page is None else page.locals
+        left = (self._pages.get(member.rank), None if member.joining else member.exited)
+        known = {step: local for page in left if page is not None for step, local in page.locals.items()}
         return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
     def reports(self) -> list[Report]:
@@ -188,5 +217,5 @@ class Replacement:
         """The job has resumed, or starts anew."""
         self.lost = 0
         self.refusal = ""
-        self._pages = {}
+        self._pages, self._former = {}, {}
         self._offers, self._addresses = {}, None

@@ -462,7 +462,7 @@ class Rank:
                 continue
             with self.changed:
                 if self.machine.retry(resume.generation):
-                    self._resumed_in = resume.generation
+                    self._resumed_in, self.joining = resume.generation, False
                     return
 
     def _go_back(self, step: int) -> None:

@@ -423,7 +423,8 @@ class TorchAdapter:
             self._end_proof()
         elif self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
-            self._rebuild_buckets()
+            if not self._fabric.poisoned:  # a fence cut the rehearsal off: the next one does it
+                self._rebuild_buckets()
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
