@@ -61,6 +61,25 @@ def test_a_wake_up_pipe_of_others_that_is_full_hides_no_signal(full_pipe: int) -
     assert signal.set_wakeup_fd(full_pipe) == full_pipe
 
 
+@pytest.mark.parametrize(("launched", "after"), [(True, signal.SIG_IGN), (False, signal.SIG_DFL)])
+def test_a_warning_after_the_session_ends_no_worker_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, launched: bool, after: signal.Handlers
+) -> None:
+    if launched:
+        monkeypatch.setenv("HOLDFAST_MEMBER_ID", "1")
+    else:
+        monkeypatch.delenv("HOLDFAST_MEMBER_ID", raising=False)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        here = Watched()
+        here.watch.start()
+        here.watch.stop()
+        assert [signal.getsignal(number) for number in before] == [after, after]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_script_with_many_open_files_is_heard() -> None:
     """More than select() can look at."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,6 +34,7 @@ from holdfast.store.given import read_given
 log = logging.getLogger("holdfast")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
 FILE_INTERVAL_S = 0.5
 CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
@@ -101,7 +102,7 @@ class ExitWatch:
             signal.set_wakeup_fd(self._before_fd)
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._handle:
-                    signal.signal(number, handler)
+                    signal.signal(number, _afterwards(number, handler))
         for fd in (self._read, self._write, self._quit_read, self._quit_write):
             if fd >= 0:
                 os.close(fd)
@@ -186,3 +187,10 @@ class ExitWatch:
                 log.warning("holdfast: cannot read the exit file, it asks for nothing: %s", error)
             self._unreadable = True
             return None
+
+
+def _afterwards(number: signal.Signals, before: Any) -> Any:
+    """The handler after the session. A scheduler's warning to all processes of a run is answered by its launcher: it
+    does not end a worker that evaluates or exports."""
+    launched = "HOLDFAST_MEMBER_ID" in os.environ
+    return signal.SIG_IGN if launched and before is signal.SIG_DFL and number in WARNINGS else before
