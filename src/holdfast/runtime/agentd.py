@@ -54,7 +54,7 @@ from holdfast.journal import ROOM_WAIT_S, Journal
 from holdfast.runtime.buddy import Buddies
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import Council, load_kept
-from holdfast.runtime.death import read_death
+from holdfast.runtime.death import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.evidence import sample
 from holdfast.runtime.interfaces import with_interfaces
@@ -370,10 +370,17 @@ class AgentDaemon:
             return
         self._exited.add(member_id)
         page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
-        several = self._settings.several
-        event = read_death(page, logs, member_id, self._node_id, code, killed_by, died_ns, several=several)
-        self._dying[member_id] = event
-        self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
+        end = (member_id, self._node_id, code, killed_by, died_ns)
+        read = partial(read_death, page, logs, *end, several=self._settings.several)
+        until_s = asyncio.get_running_loop().time() + READ_WAIT_S
+        read_in_time(read, without_page(*end), self._died, partial(self._unreadable, member_id), until_s)
+
+    def _unreadable(self, member_id: MemberId, error: str) -> None:
+        self._journal.append("page_unreadable", {"member": member_id, "error": error})
+
+    def _died(self, event: MemberExited) -> None:
+        self._dying[event.member_id] = event
+        self._let_speak(event.member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
         """Its last words may still be in the socket: they come first, they say why."""

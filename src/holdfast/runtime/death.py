@@ -1,17 +1,28 @@
-"""What a dead worker left on its status page, as the event that reports its end."""
+"""What a dead worker left on its status page, as the event that reports its end.
+
+Theory. A page that does not exist is that of a process that never began. One that exists and cannot be read now (no
+descriptor is left, an error of I/O) is evidence that a decision needs: it is read again. After a bound the event says
+that nothing is known, which is not the same as that nothing was begun.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import MemberExited, RankState
 from holdfast.core.page import Phase, Word
+from holdfast.core.phases import NO_PAGE
 from holdfast.errors import ProtocolError
 from holdfast.runtime.cgroup import OomKills, memory_events
 from holdfast.runtime.page import Page
 from holdfast.store.memory import kept_steps
+
+READ_WAIT_S, READ_AGAIN_S = 5.0, 0.05
+"""How long a page that exists is tried, and how often."""
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
@@ -53,6 +64,10 @@ def read_death(
     Args:
         logs: where the ``attempt-NNN/`` directories are.
         several: nodes; then only whole states in memory count.
+
+    Raises:
+        OSError: the page exists, and cannot be read now.
+        ProtocolError: the file is no page of this version.
     """
     generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
     kept: tuple[int, ...] = ()
@@ -60,8 +75,8 @@ def read_death(
     log_size_bytes = 0
     try:
         page = Page.open(path)
-    except (OSError, ProtocolError):
-        page = None
+    except FileNotFoundError:
+        page = None  # it never began
     if page is not None:
         generation = Generation.unpack(page[Word.GENERATION])
         step, phase = page.state()
@@ -87,6 +102,51 @@ def read_death(
         kept=kept,
         log_size_bytes=log_size_bytes,
         oom_kills=_oom_kills.rose_by() if killed_by == signal.SIGKILL else 0,
+    )
+
+
+def read_in_time(
+    read: Callable[[], MemberExited],
+    unread: MemberExited,
+    then: Callable[[MemberExited], None],
+    tell: Callable[[str], None],
+    until_s: float,
+) -> None:
+    """Read a death, again and again while its page cannot be read. The event loop is not blocked.
+
+    Args:
+        read: see ``read_death``.
+        unread: the event, where the page cannot be read until ``until_s``.
+        then: gets the event.
+        tell: gets the reason for ``unread``.
+        until_s: in the time of the running loop.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        event = read()
+    except (OSError, ProtocolError) as error:
+        if loop.time() < until_s:
+            loop.call_later(READ_AGAIN_S, read_in_time, read, unread, then, tell, until_s)
+            return
+        tell(str(error))
+        event = unread
+    then(event)
+
+
+def without_page(
+    member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
+) -> MemberExited:
+    """The end of a member whose page cannot be read: nothing is known about where it was."""
+    return MemberExited(
+        member_id=member_id,
+        node_id=node_id,
+        generation=Generation(0, 0),
+        code=code,
+        signal=killed_by,
+        state="starting",
+        step=0,
+        detail=NO_PAGE,
+        died_ns=died_ns,
     )
 
 
