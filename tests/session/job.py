@@ -147,6 +147,7 @@ class Faults:
         self.die_all = arguments.die_all
         self.die_late = self._at(arguments.die_late, rank)
         self.tear = self._at(arguments.tear, rank)
+        self.torn = f"fault-{arguments.tear.partition('@')[0]}" if arguments.tear else ""
         self.die_copying = self._at(arguments.die_copying, rank)
         self.rot = arguments.rot
 
@@ -204,6 +205,8 @@ class Faults:
         if step in (self.die_late, self.tear) and marker.exists():
             return
         if step == self.die_late:
+            while self.torn and not marker.with_name(self.torn).exists():
+                time.sleep(0.001)  # fenced before its update, that rank is torn by the decision
             marker.write_text("")
             os.kill(os.getpid(), 9)
         if step == self.tear:
