@@ -21,7 +21,7 @@ SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 # The tests start a thousand processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv drill test more check gpu frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm
+.PHONY: help venv drill test more check gpu frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -85,6 +85,9 @@ spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 mi
 
 s3: venv  ## all tests with a real S3 server on loopback: races, kills in the middle of uploads, memory (1 minute)
 	HOLDFAST_S3=1 $(VENV)/bin/python -m pytest tests/store/test_s3.py tests/store/test_s3_job.py
+
+sim-night: venv  ## a million fresh seeds of the simulator, faults close together; failing ones shrunk (1.5 core-hours; RUNS=20000: fewer)
+	$(VENV)/bin/python -m tests.sim.night $(if $(RUNS),--runs $(RUNS))
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000
