@@ -21,7 +21,7 @@ SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 # The tests start a thousand processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv drill test more check gpu frameworks matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm sim-night
+.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -52,6 +52,9 @@ gpu: venv  ## on a machine with a GPU: NCCL with one rank, and four ranks that s
 
 frameworks:  ## tests with Hugging Face, Lightning, Megatron, MindSpore, ...: each in an environment of its own
 	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/frameworks
+
+torches:  ## everything for PyTorch on 2.12, 2.13, 2.14 and 2.15, one environment at a time (2 hours; TORCHES="2.15", KEEP=1)
+	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/torches $(TORCHES)
 
 matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes; LAYOUT=tp, pp or pp-tp: that one)
 	$(VENV)/bin/python -m holdfast.drill.matrix $(if $(LAYOUT),--layout $(LAYOUT))
