@@ -60,6 +60,10 @@ def test_failures_are_told_by_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "USES", (*USES, gone))
     assert private.failures(Feature.FSDP2) == ["torch.nn:Module._gone: there is no such name"]
     assert private.failures(Feature.STATE) == []
+    passed, failed = private.probed()
+    assert passed and failed == [
+        ("torch.nn:Module._gone: there is no such name", "recovery in place of FSDP2")
+    ]
 
 
 def _private_uses() -> Iterator[str]:

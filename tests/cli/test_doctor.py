@@ -27,6 +27,7 @@ def test_this_machine_is_fit(holdfast: Run, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
     found = {each["what"]: each for each in json.loads(result.stdout)}
     assert found["python"]["grade"] == found["torch"]["grade"] == found["process groups"]["grade"] == "good"
+    assert "probes of private names passed (tested: torch 2.12" in found["torch's names"]["found"]
     assert "MB/s" in found["checkpoints"]["found"] and not (tmp_path / "ck").exists(), "nothing is made"
 
 
@@ -38,6 +39,17 @@ def test_a_place_that_cannot_be_written(holdfast: Run, tmp_path: Path) -> None:
         result = holdfast("doctor", "--checkpoint", str(place), env=env)
         assert result.returncode == Exit.BAD_INPUT, result.stdout
         assert "NO  checkpoints" in result.stdout and "next: session(checkpoint=" in result.stdout
+
+
+@pytest.mark.torch
+def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.adapters.torch import private  # torch is loaded by this test only
+
+    failed = [("torch.nn:Module._gone: there is no such name", "recovery in place of FSDP2")]
+    monkeypatch.setattr(private, "probed", lambda: (80, failed))
+    (found,) = doctor._names()
+    assert (found.grade, found.found) == ("poor", f"{failed[0][0]}: without it, no {failed[0][1]}")
+    assert "--on-fault restart" in found.advice
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def examine(checkpoint: str | None) -> Iterator[Finding]:
     looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files, _temporary]
     for look in looks:
         yield look()
+    yield from _names()
     yield from _same_bits()
     if checkpoint is not None:
         yield _checkpoints(place_of(checkpoint))
@@ -126,6 +127,21 @@ def _groups() -> Finding:
     except HoldfastError as error:
         return Finding("process groups", "bad", error.message, error.hint)
     return Finding("process groups", "good", "broken collectives can be left, groups rebuilt")
+
+
+def _names() -> Iterator[Finding]:
+    """The probes of torch's private names: one line where all pass, else one for each that fails."""
+    try:
+        private = importlib.import_module("holdfast.adapters.torch.private")
+    except ImportError:
+        return
+    passed, failed = private.probed()
+    for wrong, lost in failed:
+        advice = f"use torch {private.TESTED}, or start again after a fault: --on-fault restart"
+        yield Finding("torch's names", "poor", f"{wrong}: without it, no {lost}", advice)
+    if not failed:
+        found = f"{plural(passed, 'probe')} of private names passed (tested: torch {private.TESTED})"
+        yield Finding("torch's names", "good", found)
 
 
 def _same_bits() -> Iterator[Finding]:

@@ -70,7 +70,7 @@ def _any(gradients: Iterable[torch.Tensor]) -> bool:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:
-            values = gradient._values() if gradient.is_sparse else local_of(gradient)
+            values = private.sparse_parts(gradient)[1] if gradient.is_sparse else local_of(gradient)
             if values.numel():
                 by_device.setdefault(values.device, []).append(values)
         return any(bool(private.largest(values).any()) for values in by_device.values())

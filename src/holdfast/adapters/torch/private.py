@@ -61,14 +61,23 @@ def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
     return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
 
 
-def failures(feature: Feature | None = None) -> list[str]:
-    """What is wrong with each name that fails its probe on the installed torch.
+def failures(feature: Feature) -> list[str]:
+    """What is wrong with each name of ``feature`` that fails its probe on the installed torch."""
+    return [wrong for use in uses_of(version_of(torch.__version__), feature) if (wrong := probe(use))]
 
-    Names of NCCL count where this build has NCCL, or where they are asked for.
+
+def probed() -> tuple[int, list[tuple[str, str]]]:
+    """How many probes pass on the installed torch, and of the others what is wrong and which feature is lost.
+
+    Names of NCCL count where this build has NCCL.
     """
-    skipped = set() if dist.is_nccl_available() or feature is not None else {Feature.NCCL}
-    uses = uses_of(version_of(torch.__version__), feature)
-    return [wrong for use in uses if use.feature not in skipped and (wrong := probe(use))]
+    uses = [
+        use
+        for use in uses_of(version_of(torch.__version__))
+        if use.feature is not Feature.NCCL or dist.is_nccl_available()
+    ]
+    failed = [(wrong, use.feature.value) for use in uses if (wrong := probe(use))]
+    return len(uses) - len(failed), failed
 
 
 # ---------------------------------------------------------------- making groups
@@ -313,6 +322,11 @@ def before_first_use_of_cuda(wait: Callable[[], None]) -> None:
         original()  # type: ignore[no-untyped-call]
 
     torch.cuda._lazy_init = initialise
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor as they are: :meth:`torch.Tensor.indices` asks for coalesced ones."""
+    return tensor._indices(), tensor._values()
 
 
 def largest(values: list[torch.Tensor]) -> torch.Tensor:

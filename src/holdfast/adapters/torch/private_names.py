@@ -94,6 +94,7 @@ def _of_state() -> Iterator[Use]:
     yield Use("torch.nn:Module._non_persistent_buffers_set", "what state_dict() leaves out", state_of)
     yield Use("torch.nn:Module._buffers", "the tensor that is in a buffer's place now", state_of)
     yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
+    yield from _each("torch:Tensor.", ("_indices", "_values"), "gradients of sparse embeddings", state_of)
     yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
     yield Use("torch.cuda:_lazy_init", "a spare waits before it uses a GPU", state_of)
     yield Use("torch.amp:GradScaler._per_optimizer_states", "forget that gradients were unscaled", state_of)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast.adapters.torch import private
 from holdfast.adapters.torch.boxes import flat_bytes, local_of
 from holdfast.adapters.torch.fingerprint import sums
 from holdfast.adapters.torch.state import TorchState, arrays_in
@@ -49,7 +50,7 @@ def computed_in(state: TorchState) -> dict[str, int]:
 
 def _digest(tensor: torch.Tensor) -> int:
     if tensor.is_sparse:
-        tensor = torch.cat([part.reshape(-1).double() for part in (tensor._indices(), tensor._values())])
+        tensor = torch.cat([part.reshape(-1).double() for part in private.sparse_parts(tensor)])
     local = local_of(tensor)
     if not local.numel():
         return 0
