@@ -148,13 +148,22 @@ class Job:
         )
         self.post(event)
 
-    def settle(self, rank: int, state: RankState, step: int, generation: Generation | None = None) -> None:
+    def settle(
+        self,
+        rank: int,
+        state: RankState,
+        step: int,
+        generation: Generation | None = None,
+        *,
+        away: bool = False,
+    ) -> None:
         self.post(
             Settled(
                 member_id=self.members[rank],
                 generation=generation or self.generation,
                 state=state,
                 step=step,
+                away=away,
             )
         )
 

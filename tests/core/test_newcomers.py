@@ -21,6 +21,7 @@ from holdfast.core.messages import (
     Settled,
     StartMembers,
     StateOffered,
+    StateRefused,
     Tick,
     WorkerHello,
 )
@@ -195,3 +196,19 @@ def test_a_rank_whose_layout_is_lost_is_not_replaced_from_memory(known: bool) ->
         offer = StateOffered(member_id=job.members[0], generation=job.generation, step=5, host="h", port=1)
         job.post(JoinAsked(member_id=job.members[1], generation=job.generation) if rank else offer)
     assert [order.kept for order in job.sent(Receive)] == [True]
+
+
+def test_a_newcomer_that_cannot_go_on_from_its_place_is_no_reason_to_run_the_step_again() -> None:
+    """It held the state and was kept, and all were told to run the step that it never came to."""
+    job = with_a_newcomer()
+    has_state(job, 1, 5)
+    newcomer, generation = job.members[1], job.generation
+    job.post(
+        StateRefused(member_id=newcomer, generation=generation, step=5, reason="it is alone", alone=True)
+    )
+    assert job.sent(Fence) and not job.sent(KillMember)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    job.settle(1, "ready", 5, away=True)
+    assert job.record("verdict")["action"] == "restart_last_gasp"
+    assert job.record("planned")["sources"] == [0, 1, 2]

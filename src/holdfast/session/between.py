@@ -71,4 +71,6 @@ class Between:
                 alone=True,
             )
         )
+        with rank.changed:
+            rank.stray()  # it holds the state, and the fence asks it: no decision lets it go on from here
         rank.await_end()
