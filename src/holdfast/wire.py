@@ -63,6 +63,7 @@ WireMessage = (
     | o.Stalled
     | o.Late
     | o.Moved
+    | o.Active
     | o.Gather
     | o.ShowRecords
     | o.Evidence

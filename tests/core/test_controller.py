@@ -16,6 +16,7 @@ from holdfast.core.messages import (
     AgentBeat,
     AgentGone,
     AgentHello,
+    CancelTimer,
     Catalogued,
     Command,
     FaultSeen,
@@ -76,6 +77,8 @@ class Job:
 
     def post(self, event: Message, after_s: float = 0.01) -> list[Command]:
         self.now += after_s
+        if isinstance(event, Tick):
+            self.log.append(CancelTimer(name=event.name))  # it has fired
         self._take(self.controller.handle(self.now, event))
         if not self.config.verify:
             self._vouch()

@@ -164,7 +164,7 @@ def test_one_that_is_stuck_in_the_decided_update_does_not_take_the_others_with_i
     says(job, 2, "in_doubt")
     assert job.record("verdict")["action"] == "retry_in_place"
     says(job, 0, "ready", 6)
-    job.post(Tick(name="quiesce"), after_s=60)
+    job.post(Tick(name="retry"), after_s=60)
     assert [k.member_id for k in job.sent(KillMember)] == [job.members[2]]
 
 

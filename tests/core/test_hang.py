@@ -226,7 +226,6 @@ def test_a_newcomer_that_moves_meanwhile_lives_and_a_silent_agent_is_asked_again
 
 def test_a_newcomer_that_does_not_join_in_time_is_looked_at_before_its_end() -> None:
     job = newcomer()
-    job.post(JoinAsked(member_id=job.members[1], generation=job.generation))
     job.post(Tick(name="join"), after_s=120.0)
     (kill,) = job.sent(KillMember)
     assert kill.member_id == job.members[1] and kill.silent and kill.reason == "did not join within 120 s"

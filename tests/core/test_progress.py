@@ -28,6 +28,7 @@ class World:
         self.meets: set[int] = set()
         self.marks = dict.fromkeys(range(ranks), 0)
         self.section = ""
+        self.due = False
 
     def look(self) -> bool | None:
         self.now += LIMITS.look_s
@@ -50,6 +51,7 @@ class World:
             self.section,
             meets=rank in self.meets,
             done=self.step,
+            due=self.due,
         )
 
     def train(self, steps: int) -> None:
@@ -155,6 +157,19 @@ def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:
     assert world.until(True) < 3.0
     world.phase = dict.fromkeys(world.phase, Phase.IN_DOUBT)
     assert world.look() is False and all(world.look() is None for _ in range(500))
+
+
+def test_one_that_was_told_to_go_on_and_does_not_come_holds_all_up() -> None:
+    """All waited in the rebuilding of their connections for one of them, and nothing ended that."""
+    world = World()
+    world.train(10)
+    world.still = set(world.phase)
+    world.phase = dict.fromkeys(world.phase, Phase.ABORTED)
+    assert not any(world.look() for _ in range(2000))
+    world.due, world.still = True, set()
+    assert not world.look()
+    world.still = set(world.phase)
+    assert 70.0 < world.until(True) < 90.0
 
 
 def test_before_there_are_samples_the_bound_is_generous() -> None:

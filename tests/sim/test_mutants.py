@@ -131,7 +131,7 @@ def test_deciding_before_all_have_settled(monkeypatch: pytest.MonkeyPatch) -> No
 
     def hasty(recovery: Recovery, now: float) -> None:
         living = recovery.job.roster.living
-        if recovery.phase == "fencing" and len(recovery._reports) * 2 >= len(living) > 0:
+        if recovery.phase == "fencing" and len(recovery.reports) * 2 >= len(living) > 0:
             recovery._plan(now)
         else:
             progress(recovery, now)
@@ -156,7 +156,7 @@ def test_resuming_before_the_newcomers_have_joined(monkeypatch: pytest.MonkeyPat
         for member in recovery.job.roster.living:
             if recovery.phase == "replacing" and member.joining and member.said_hello:
                 member.joining = False
-                recovery._reports.setdefault(
+                recovery.reports.setdefault(
                     member.rank,
                     Settled(
                         member_id=member.member_id,

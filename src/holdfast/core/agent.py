@@ -71,7 +71,17 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import CopiesDiffer, Evidence, Gather, Late, Moved, Paced, Stalled, Vouched
+from holdfast.core.sightings import (
+    Active,
+    CopiesDiffer,
+    Evidence,
+    Gather,
+    Late,
+    Moved,
+    Paced,
+    Stalled,
+    Vouched,
+)
 from holdfast.core.spares import SPARE_TIMER, CallSpare, Spares, is_spare
 from holdfast.exits import Exit
 from holdfast.wording import plural
@@ -191,7 +201,7 @@ class Agent:
                 self._held = event
                 if self.connected:
                     self._tell(event)
-            case Stalled() | Late() | Moved() | Evidence() | Paced():
+            case Stalled() | Late() | Moved() | Active() | Evidence() | Paced():
                 if self.connected:  # said again while it lasts
                     self._tell(event)
             case Catalogued():

@@ -57,7 +57,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
+from holdfast.core.sightings import Active, CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
 from holdfast.core.stragglers import Stragglers
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
@@ -108,6 +108,8 @@ class Controller:
                 self.hangs.late(event)
             case Moved():
                 self.hangs.moved(now, event)
+            case Active():
+                self.recovery.active(event)
             case Evidence():
                 self.hangs.evidence(now, event)
             case Paced():
@@ -173,6 +175,7 @@ class Controller:
             case CopiesDiffer():
                 self.corruption.differ(now, member, event)
             case Vouched():
+                self.recovery.bounds.moved(member.member_id)
                 self.corruption.vouched(now, member, event)
             case SaveReported():
                 self._save_reported(now, member, event)
@@ -182,6 +185,7 @@ class Controller:
                 return
 
     def _protocol(self, now: float, member: Member, event: Message) -> None:
+        self.recovery.bounds.moved(member.member_id)
         match event:
             case StateOffered():
                 self.recovery.offered(member, event)
@@ -203,6 +207,7 @@ class Controller:
     def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
         job = self.job
         first, job.session = not job.session, True
+        self.recovery.bounds.moved(member.member_id)
         job.root = event.root or job.root
         member.opened_step = event.step
         member.live = event.live
@@ -220,6 +225,7 @@ class Controller:
 
     def _layout_published(self, member: Member, event: LayoutPublished) -> None:
         job = self.job
+        job.state_size_bytes = max(job.state_size_bytes, event.size_bytes)
         known = job.roster.catalogued
         layouts = job.roster.publish(event, job.world_size)
         if layouts is None:

@@ -28,8 +28,8 @@ Answer = Literal["kill", "retry", "wait"]
 
 BUSY = 0.5  # share of a core in the sampling time from which a process computes
 CROWDED = 0.2  # the same for one that is running when it is looked at: its machine may be crowded
-PLACE = {
-    "save": 0, "ready": 0, "section": 0, "loading": 0,
+PLACE: dict[str, float] = {
+    "resuming": 0.5, "save": 0, "ready": 0, "section": 0, "loading": 0,
     "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
 }  # fmt: skip
 """Position within a step; what may come between two steps in any order counts as one place."""
@@ -75,6 +75,8 @@ def where(one: RankEvidence) -> str:
         return f"collective {one.sequence} of a script without a session"
     if one.phase == "starting":
         return "its start"
+    if one.phase == "resuming":
+        return f"its return to step {one.step}"
     if one.phase == "after":
         return "what follows the training"
     name = f"section {one.section!r}" if one.phase == "section" else one.phase

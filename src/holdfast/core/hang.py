@@ -213,14 +213,17 @@ class Hangs:
             first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
             fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
-            fault.failure = Failure(
-                rank=first.rank,
-                step=first.step,
-                kind=HANG,
-                what=verdict.reason,
-                digest=f"hang of all in {', '.join(sorted({self._place(e) for e in ranks}))}"[:200],
-                occurrence=self.job.roster.generation.pack(),
-            )
+            if all(
+                e.phase != "resuming" for e in ranks
+            ):  # else no code of the script: the next rung may do better
+                fault.failure = Failure(
+                    rank=first.rank,
+                    step=first.step,
+                    kind=HANG,
+                    what=verdict.reason,
+                    digest=f"hang of all in {', '.join(sorted({self._place(e) for e in ranks}))}"[:200],
+                    occurrence=self.job.roster.generation.pack(),
+                )
             self.recovery.fault(now, fault)
 
 

@@ -77,6 +77,7 @@ class Job:
         self._sealed_last = past.sealed_last
         self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
+        self.state_size_bytes = 0  # the largest that a rank has told to this controller
         self.exit_source = past.exit_source
         self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
         self.unequal = past.unequal  # why no state of the living is trusted; empty: it is

@@ -67,6 +67,7 @@ class LayoutPublished(Message, frozen=True):
     rank: int
     version: Version
     layout: Layout
+    size_bytes: int = 0  # of the boxes that this rank holds; 0: not known
 
 
 class FaultSeen(Message, frozen=True):

@@ -48,6 +48,9 @@ class Word(IntEnum):
     FLAGS = 13  # bits of Flag
     REPEATED = 14  # blocks that ran again after an abort
     STAGED = 15  # newest step whose share lies with the writer process: it is saved even if this process ends; 0: none
+    WORK = 16  # bytes given, taken, compared or written in a recovery; only that it changes means something
+    FENCED = 17  # generation of the fence that holds this process; 0: none does
+    DUE = 18  # 1: told to go on in place, the main thread has not come to it
     SEQUENCE = 24  # collectives started since the block of this step began
     USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
     BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers

@@ -41,6 +41,9 @@ WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, 
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
 SAMPLES_MIN = 3  # committed steps of a process before its bound is learned
+DUE_FLOORS = (
+    80  # times the floor until all have rebuilt their connections: thousands of ranks may have to meet
+)
 APART_MIN = 20  # moves of a script without a session before its bound is learned
 PEAK_STEPS = 64  # what was survived once is half forgotten after so many steps
 
@@ -68,6 +71,7 @@ class Reading(NamedTuple):
     busy_s: float  # the same without waiting for peers
     section: str = ""  # the one it is in, or the last one that came to its end
     compiling: bool = False
+    due: bool = False  # it was told to go on in place, and its main thread has not come to it
     meets: bool = False  # it waits between two steps for a word of all ranks: nobody takes long to say it
     collectives: int = 0  # begun so far
     waits: bool = False  # one of them is under way
@@ -75,6 +79,11 @@ class Reading(NamedTuple):
     done: int = 0  # steps that its process has committed
     scratch: bool = False  # not forked: it has imports to do that others found done
     age_s: float = 0.0  # of its process, where this is the first look at it
+
+    @property
+    def holds_nobody_up(self) -> bool:
+        """It waits for the control plane, or is done."""
+        return self.phase in WAITING and not self.due
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +179,7 @@ class Progress:
                 member_id,
                 watch.idle_s,
                 self.bound_s(watch.last),
-                watch.last.phase in WAITING,
+                watch.last.holds_nobody_up,
                 watch.last.stopped,
             )
             for member_id, watch in sorted(self._watches.items())
@@ -182,7 +191,7 @@ class Progress:
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
-            if watch.last.phase not in WAITING
+            if not watch.last.holds_nobody_up
             and not watch.last.done
             and watch.idle_s >= (bound_s := self._alone_s(watch.last))
         ]
@@ -192,7 +201,7 @@ class Progress:
         return [
             member_id
             for member_id, watch in sorted(self._watches.items())
-            if watch.last.phase not in WAITING and watch.idle_s >= self._frozen_s(watch.last)
+            if not watch.last.holds_nobody_up and watch.idle_s >= self._frozen_s(watch.last)
         ]
 
     @property
@@ -215,6 +224,8 @@ class Progress:
         peak = self._peaks.get(_kind(reading), 0.0)
         if reading.stopped:
             return self._frozen_s(reading)
+        if reading.due:
+            return max(DUE_FLOORS * limits.floor_s, 3 * peak)
         if phase is Phase.STARTING:
             if reading.waits:
                 return min(self._apart_s(), limits.start_s)
@@ -259,7 +270,7 @@ class Progress:
         return max(10 * self.limits.floor_s, self.limits.factor * median(self._apart), 3 * peak)
 
     def _is_stalled(self) -> bool:
-        holding = [w for m, w in self._watches.items() if w.last.phase not in WAITING and not is_spare(m)]
+        holding = [w for m, w in self._watches.items() if not w.last.holds_nobody_up and not is_spare(m)]
         bounds_s = [self.bound_s(w.last) for w in holding]
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
@@ -314,6 +325,8 @@ def _kind(reading: Reading) -> str:
     """What a stillness is compared with."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
+    if reading.due:
+        return "resuming"
     if reading.meets:
         return "meets"
     if reading.compiling:

@@ -24,6 +24,8 @@ from typing import Literal
 
 import msgspec
 
+from holdfast.core.awaited import Awaited
+from holdfast.core.bounds import Bounds
 from holdfast.core.decision import Decided, decide, stands_in
 from holdfast.core.fault import Fault, FaultKind, Faults, Seen
 from holdfast.core.gasp import Gasp
@@ -37,6 +39,7 @@ from holdfast.core.messages import (
     Joined,
     Leave,
     Message,
+    Receive,
     Resume,
     SaveReported,
     Settle,
@@ -48,7 +51,7 @@ from holdfast.core.phases import PHASES, Phase
 from holdfast.core.policy import STOP_CODE, Answered, Failure, Verdict
 from holdfast.core.replacement import Replacement
 from holdfast.core.rollcall import Rollcall
-from holdfast.core.sightings import Vouched
+from holdfast.core.sightings import Active, Vouched
 from holdfast.core.survey import Survey
 from holdfast.errors import InternalError
 from holdfast.exits import Exit
@@ -64,14 +67,16 @@ class Recovery:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.replacement = Replacement(job)
+        self.bounds = Bounds(job)
+        self.replacement = Replacement(job, self.bounds)
         self.gasp = Gasp(job)
         self.survey = Survey(job, self.replacement, self.gasp)
+        self.awaited = Awaited(job, self)
         self.phase: Phase = "idle"
         self.faults = Faults()
         self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
         self.decided: Decided | None = None
-        self._reports: dict[int, Settled] = {}
+        self.reports: dict[int, Settled] = {}
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
         self._reason = ""
         self._resume = ""
@@ -184,7 +189,7 @@ class Recovery:
 
     def settled(self, now: float, member: Member, report: Settled) -> None:
         """An answer to the newest fence, or news after a decision was applied."""
-        self._reports[member.rank] = report
+        self.reports[member.rank] = report
         member.state, member.step = report.state, report.step
         self.job.record(
             "settled",
@@ -241,8 +246,10 @@ class Recovery:
     def vouched(self) -> None:
         """They are equal, and all layouts are told: the state may be saved, and given to newcomers."""
         self.is_vouched = True
+        self.bounds.end("vouch")
         if self.phase == "saving":
             self.gasp.plan()
+            self.bounds.begin("gasp", self.job.config.gasp_s, reads=True)
         for member in self.job.roster.living:
             if member.joining or self.phase == "saving":
                 self.remind(member)
@@ -274,27 +281,14 @@ class Recovery:
             self.fault(now, self._suspicion)
         elif name == "quiesce-early" and self.phase == "fencing":
             for member in living:
-                if member.opened_step is None and not self._all_opened and member.rank not in self._reports:
+                if member.opened_step is None and not self._all_opened and member.rank not in self.reports:
                     self.job.kill(member, "did not answer while starting")  # as expected: no session is open
-        elif name == "quiesce" and self.phase in ("fencing", "retrying"):
-            for member in living:
-                if self.phase == "fencing" and member.rank not in self._reports:
-                    self.job.time_out(member, f"did not settle within {self.job.settle_s:.3g} s")
-                elif self.phase == "retrying" and not self._is_there(member):
-                    self.job.time_out(member, f"did not come to the step within {self.job.config.gasp_s:g} s")
-        elif name == "join" and self.phase == "replacing":
-            for member in living:
-                if member.joining or not self._is_there(member):
-                    self.job.time_out(member, f"did not join within {self.job.config.startup_s:g} s")
-        elif name == "offer" and self.phase == "replacing":
-            self.replacement.late()
-        elif name == "gasp" and self.phase == "saving":
-            for member in living:
-                if member.rank in (self.gasp.writing if self.is_vouched else self.unvouched):
-                    self.job.time_out(member, f"did not save within {self.job.config.gasp_s:g} s")
-        elif name == "leave" and self.phase == "leaving":
-            for member in living:
-                self.job.time_out(member, "did not leave")
+        else:
+            self.awaited.tick(name)
+
+    def active(self, event: Active) -> None:
+        """What an agent sees of the processes that a recovery may wait for."""
+        self.awaited.active(event)
 
     def grow(self, now: float) -> None:
         """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""
@@ -312,6 +306,8 @@ class Recovery:
         message = self._standing_order(member)
         if message is not None:
             self.job.send(member, message)
+        if isinstance(message, Receive):
+            self.bounds.moved(member.member_id)  # its part begins now
 
     def progress(self, now: float) -> None:
         """Take whatever step the facts allow."""
@@ -319,14 +315,14 @@ class Recovery:
         have_all = self._rollcall.all
         if self.phase == "fencing":
             if have_all(living, self._has_answered) and not self._let_go():
-                torn = [m for m in living if self._reports[m.rank].state == "torn"]
+                torn = [m for m in living if self.reports[m.rank].state == "torn"]
                 if not self.replacement.remove(torn):
                     self._plan(now)
         elif self.phase == "retrying":
-            if have_all(living, self._is_there):
+            if have_all(living, self.is_there):
                 self._resume_in_place(now)
         elif self.phase == "replacing":
-            if have_all(members, lambda m: m.alive and not m.joining and self._is_there(m)):
+            if have_all(members, lambda m: m.alive and not m.joining and self.is_there(m)):
                 self._resume_in_place(now)
         elif self.phase == "leaving":
             if not living:
@@ -342,10 +338,10 @@ class Recovery:
     def _let_go(self) -> bool:
         """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
         failed = [m for m in self.job.roster.living if m.stays]
-        if not failed or self.survey.needs({m.rank for m in failed}, self._reports):
+        if not failed or self.survey.needs({m.rank for m in failed}, self.reports):
             return False
         for member in failed:
-            self._reports.pop(member.rank)
+            self.reports.pop(member.rank)
             self.job.let_go(member)
         return True
 
@@ -353,15 +349,16 @@ class Recovery:
         """A new generation begins: everyone out of the old one."""
         job = self.job
         self._go("fault")
-        self._suspicion, self.decided, self._reports, self._rewind = None, None, {}, -1
+        self._suspicion, self.decided, self.reports, self._rewind = None, None, {}, -1
         job.reopen(reason)
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
         self._reason = reason
         self.faults.passes("fenced", now)
         job.record("fenced", generation=str(generation), reason=reason, dead_ranks=dead)
-        for name in ("grace", "gasp", "startup", "join", "offer"):
+        for name in ("grace", "startup"):
             job.cancel(name)
+        self.bounds.end("retry", "vouch", "offer", "join", "gasp")
         for member in job.roster.living:
             if not member.said_hello or not self.replacement.holds(member):
                 member.is_excused = True
@@ -369,7 +366,7 @@ class Recovery:
             elif member.failed is None or member.stays:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)
-        job.timer("quiesce", job.settle_s)
+        self.bounds.begin("quiesce", job.settle_s)
         self.progress(now)
 
     # ---------------------------------------------------------------- quiesced -> planned
@@ -378,10 +375,10 @@ class Recovery:
         job = self.job
         self.faults.passes("quiesced", now)
         job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
-        decided = self.decided = decide(self.survey.reports(self._reports), job.sealed_here)
+        decided = self.decided = decide(self.survey.reports(self.reports), job.sealed_here)
         if decided.step is not None:
             job.step = decided.step
-        situation = self.survey.situation(decided, self._reports, self.faults.all)
+        situation = self.survey.situation(decided, self.reports, self.faults.all)
         if job.ends is None:
             verdict = judge(now, situation, job.answered, job.config)
         else:
@@ -436,7 +433,7 @@ class Recovery:
             self._go("retry")
             for member in job.roster.living:
                 self.remind(member)
-            job.timer("quiesce", job.config.gasp_s)
+            self.bounds.begin("retry", max(job.config.gasp_s, job.settle_s))
             self.progress(now)
             return
         elif verdict.action in ("replace", "replace_from_memory"):
@@ -461,7 +458,7 @@ class Recovery:
         self._go("save")
         for member in job.roster.living:
             self.remind(member)
-        job.timer("gasp", job.config.gasp_s)
+        self.bounds.begin("vouch", job.config.gasp_s, reads=True)
 
     def _replace(self, verdict: Verdict, decided: Decided) -> None:
         job = self.job
@@ -471,8 +468,10 @@ class Recovery:
             self._rewind = job.step = verdict.memory_step
             job.base_step = min(job.base_step, job.step)
         self._go("replace")
-        job.cancel("quiesce")
+        self.bounds.end("quiesce")
         job.cancel("quiesce-early")
+        if not self.is_vouched:
+            self.bounds.begin("vouch", job.config.gasp_s, reads=True)
         self.replacement.start(decided.sources, kept=kept)
         for member in job.roster.living:
             self.remind(member)
@@ -509,11 +508,11 @@ class Recovery:
         """Who is being killed may have answered before: it counts when it is gone."""
         if member.is_excused or (member.failed is not None and not member.stays):
             return False
-        return member.rank in self._reports
+        return member.rank in self.reports
 
-    def _is_there(self, member: Member) -> bool:
+    def is_there(self, member: Member) -> bool:
         """It stands at the step of the decision, or can go back to it."""
-        report = self._reports.get(member.rank)
+        report = self.reports.get(member.rank)
         if report is None or report.state not in ("ready", "aborted", "finished"):
             return False
         going_back = self._rewind >= 0 and self.decided is not None and report.step == self.decided.step
@@ -523,8 +522,8 @@ class Recovery:
         job = self.job
         self._go("agreed")
         self._in_place = True
-        for name in ("quiesce", "join", "startup", "offer"):
-            job.cancel(name)
+        self.bounds.end("retry", "vouch", "offer", "join")
+        job.cancel("startup")
         job.roster.generation = job.generation
         self.faults.passes("restored", now)
         job.record(
@@ -554,19 +553,19 @@ class Recovery:
         if job.exit_source and self.final is None:
             sealed = job.sealed_step >= job.step
             self.final = (Exit.REQUEUE if sealed else Exit.UNSAVED, f"asked to exit by {job.exit_source}")
-        for name in ("quiesce", "quiesce-early", "gasp"):
-            job.cancel(name)
+        self.bounds.end("quiesce", "vouch", "gasp")
+        job.cancel("quiesce-early")
         for member in job.roster.living:
             if job.session and member.said_hello:
                 self.remind(member)
             else:
                 job.kill(member, reason, grace_s=job.config.term_grace_s)
         if job.session:
-            job.timer("leave", job.config.leave_s)
+            self.bounds.begin("leave", job.config.leave_s)
         self.progress(now)
 
     def _gone(self, now: float) -> None:
-        self.job.cancel("leave")
+        self.bounds.end("leave")
         if self.final is not None:
             self.job.finish(*self.final)
             return
@@ -576,7 +575,7 @@ class Recovery:
     def _start(self, now: float) -> None:
         self._in_place = False
         self._all_opened = False
-        self._reports = {}
+        self.reports = {}
         self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no nodes")

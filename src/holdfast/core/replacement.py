@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from holdfast.core.bounds import Bounds
 from holdfast.core.decision import Decided, Report
 from holdfast.core.ids import MemberId
 from holdfast.core.job import Job
@@ -29,15 +30,15 @@ from holdfast.wording import plural
 class Replacement:
     """Part of :class:`~holdfast.core.recovery.Recovery`; ``job`` is shared with it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, bounds: Bounds) -> None:
         self.job = job
+        self.bounds = bounds
         self.lost = 0  # newcomers of this recovery that were lost before they joined
         self.refusal = ""  # why one of them cannot join
         self._awaited: set[int] = set()  # sources that have not offered
         self._kept = False  # newcomers take what those before them left in memory
         self._offers: dict[int, StateOffered] = {}
         self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
-        self._offered_s = 0.0  # in which they come
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
@@ -100,8 +101,8 @@ class Replacement:
         self._seat(dead)
         # What was kept is read first, which may take long.
         config = self.job.config
-        self._offered_s = config.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
-        self.job.timer("offer", self._offered_s)
+        offer_s = config.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
+        self.bounds.begin("offer", offer_s, reads=kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
         """An earlier controller has replaced these members; their agents will say what they left."""
@@ -116,11 +117,14 @@ class Replacement:
         if known is None or known.member_id < event.member_id:
             self._pages[rank] = event
 
-    def late(self) -> None:
-        """Time is over for those who were to give their state: newcomers would wait for one that is stopped."""
-        for member in self.job.roster.living:
-            if member.rank in self._awaited:
-                self.job.time_out(member, f"did not give its state within {self._offered_s:.3g} s")
+    def awaits(self, survivor: Member) -> bool:
+        """It has yet to offer its state."""
+        return survivor.rank in self._awaited
+
+    @property
+    def is_offered(self) -> bool:
+        """All sources have: newcomers can take it."""
+        return not self._awaited
 
     def again(self, newcomer: Member) -> bool:
         """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
@@ -134,7 +138,7 @@ class Replacement:
         job = self.job
         job.replace_members(dead)
         job.timer("startup", job.config.startup_s)
-        job.timer("join", job.config.startup_s)
+        self.bounds.begin("join", job.config.startup_s, reads=True)
 
     def offered(self, member: Member, offer: StateOffered) -> bool:
         """A survivor serves its state; True when newcomers can be told, or are to be told anew."""

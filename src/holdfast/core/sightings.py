@@ -34,6 +34,18 @@ class Late(Message, frozen=True):
     stopped: bool
 
 
+class Active(Message, frozen=True):
+    """What workers of this node do in a recovery, or before their first step (``core/activity.py``).
+
+    ``moving``: have made progress since this was said last: bytes given, taken, compared or written, or a start that
+    has come further. ``stopped``: all processes that are stopped now, whatever was said before.
+    """
+
+    node_id: NodeId
+    moving: tuple[MemberId, ...] = ()
+    stopped: tuple[MemberId, ...] = ()
+
+
 class Moved(Message, frozen=True):
     """A worker of a stalled node moves again."""
 

@@ -412,14 +412,24 @@ class Client:
         if isinstance(message, Fence):
             self.fence_reason = message.reason
             self.fenced = True
+            self.page[Word.FENCED], self.page[Word.DUE] = message.generation.pack(), 0
             self._fail_requests("fenced")
         elif isinstance(message, Resume):
             self.generation = message.generation
             self.page[Word.GENERATION] = message.generation.pack()
+            self.page[Word.DUE] = 1
             self.fenced = False  # last: other threads that see it are in the new generation
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message)
+
+    def moved(self, size_bytes: int) -> None:
+        """So many bytes of the state were given, taken, compared or written: the controller waits for the rest."""
+        self.page[Word.WORK] += size_bytes
+
+    def resumed(self) -> None:
+        """The main thread has come to where the job goes on."""
+        self.page[Word.FENCED] = self.page[Word.DUE] = 0
 
     def _fail_requests(self, error: str) -> None:
         for number, request in list(self._requests.items()):

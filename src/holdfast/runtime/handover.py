@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -95,10 +96,12 @@ class StateServer(AnswerServer[Talk]):
             cannot read it.
         values: the encoded plain values.
         token: of the run.
+        moved: called with the number of bytes that are about to be given.
     """
 
-    def __init__(self, view: View, values: bytes, token: bytes) -> None:
+    def __init__(self, view: View, values: bytes, token: bytes, moved: Callable[[int], object] = int) -> None:
         super().__init__(_CODEC, token)
+        self._moved = moved
         self._view = view
         self._values = values
         self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
@@ -113,6 +116,7 @@ class StateServer(AnswerServer[Talk]):
                 found = [self._find(piece) for piece in message.pieces]
         except HoldfastError as error:
             return Refusal(error.message), ()
+        self._moved(sum(map(len, found)))
         return Pieces(_digest(found)), found
 
     def _find(self, piece: Piece) -> memoryview:
@@ -128,12 +132,14 @@ def fetch(
     wanted: Sequence[Wanted],
     token: bytes,
     values_from: Sequence[int] = (),
+    moved: Callable[[int], object] = int,
 ) -> bytes:
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
         sources: rank -> host and port of its server.
         values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
+        moved: called with the number of bytes of each batch that was taken.
 
     Raises:
         PeerLost: a piece has no holder left that gives it.
@@ -146,7 +152,8 @@ def fetch(
             todo = _parts(wanted)
             while todo:
                 shares = _share_out(todo, peers)
-                refused = pool.map(_take, [peers[rank] for rank in shares], shares.values())
+                takers = [peers[rank] for rank in shares]
+                refused = pool.map(partial(_take, moved=moved), takers, shares.values())
                 todo = [part for parts in refused for part in parts]
             return values.result()
     finally:
@@ -259,7 +266,7 @@ def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, 
     return shares
 
 
-def _take(peer: _Peer, parts: Sequence[_Part]) -> list[_Part]:
+def _take(peer: _Peer, parts: Sequence[_Part], moved: Callable[[int], object]) -> list[_Part]:
     """Fetch from one peer; returns what it did not give."""
     done = 0
     while done < len(parts):
@@ -271,6 +278,7 @@ def _take(peer: _Peer, parts: Sequence[_Part]) -> list[_Part]:
             peer.take(parts[done:end])
         except PeerLost:
             return list(parts[done:])
+        moved(size_bytes)
         done = end
     return []
 

@@ -32,6 +32,12 @@ def stopped(pid: int) -> bool:
     return bool(fields) and fields[0] == "T"
 
 
+def halted(pid: int) -> bool:
+    """A signal, or a debugger, has stopped this process."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in ("T", "t")
+
+
 def start_ticks(pid: int) -> int:
     """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
     fields = _stat(pid)

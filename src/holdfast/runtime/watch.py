@@ -11,10 +11,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from math import inf
 from pathlib import Path
 
 import msgspec
 
+from holdfast.core.activity import Activity, Seen
 from holdfast.core.culprit import STOPPED
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.messages import Message
@@ -37,7 +39,7 @@ from holdfast.errors import ProtocolError
 from holdfast.runtime.driver import watched
 from holdfast.runtime.evidence import Finding, find, sample, where
 from holdfast.runtime.page import Page
-from holdfast.runtime.pids import age_s, started_with, stopped_children
+from holdfast.runtime.pids import age_s, halted, started_with, stopped_children
 from holdfast.runtime.procs import Life
 from holdfast.runtime.rundir import RunDir, write_private
 from holdfast.runtime.spawn import FORKS
@@ -49,8 +51,10 @@ LEARNED = "learned-"
 LEARNED_SIZE_BYTES_MAX = 1 << 20
 COLLECTIVES_TOLD = 16
 FORKED = f"{FORKS}=1".encode()
-MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID)
+MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID, Word.DUE)
 """What changes when a worker moves."""
+ON_THE_WAY = frozenset({Phase.READY, Phase.ABORTED, Phase.IN_DOUBT})
+"""Where a main thread waits in a recovery until it is told to go on."""
 DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
 """Where a script may wait for processes of its own."""
 
@@ -89,15 +93,16 @@ class Watcher:
         self._paced_s = 0.0
         self._kept_s = 0.0
         self._learned: Path | None = None  # where it is kept for a successor
+        self._activity = Activity(node_id, limits.floor_s if limits.factor > 0 else inf)
         self._gathering: asyncio.Task[None] | None = None
         self._lasts: dict[MemberId, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Look until cancelled; returns at once when hangs are not looked for."""
+        """Look until cancelled; hangs and stopped processes are not looked for when ``factor`` is 0."""
         self._learned = self._run.pages() / f"{LEARNED}{self._node_id}"
         self._progress = Progress(self._limits, recall(self._learned))
         try:
-            while self._limits.factor > 0:
+            while True:
                 await asyncio.sleep(self._limits.look_s)
                 self.look(time.monotonic())
         finally:
@@ -111,6 +116,11 @@ class Watcher:
             self._gathering.result()
             self._gathering = None
         self._open_pages()
+        self._look_for_activity(now)
+        if self._limits.factor > 0:
+            self._look_for_hangs(now)
+
+    def _look_for_hangs(self, now: float) -> None:
         workers = [page for member_id, page in self._pages.items() if not is_spare(member_id)]
         if not workers:
             return
@@ -150,6 +160,26 @@ class Watcher:
             # No directory: the run ends, its pages are gone, and nobody takes over. No room: there may be some later.
             with contextlib.suppress(OSError):
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
+
+    def _look_for_activity(self, now: float) -> None:
+        """What a recovery is told, whether hangs are looked for or not."""
+        if not self._activity.is_due(now):
+            return
+        active = self._activity.look(
+            now,
+            [
+                Seen(
+                    member_id,
+                    (page[Word.WORK], *(page[word] for word in MARKS)),
+                    bool(page[Word.FENCED]) or not page[Word.DONE],
+                    halted(self._pid(member_id)),
+                )
+                for member_id, page in self._pages.items()
+                if not is_spare(member_id)
+            ],
+        )
+        if active is not None:
+            self._post(active)
 
     def _pid(self, member_id: MemberId) -> int:
         """Of its own word, or of the process that was started for it and has not come so far."""
@@ -255,7 +285,7 @@ class Watcher:
             member_id=member_id,
             rank=seen.rank,
             step=seen.step,
-            phase=seen.phase.name.lower(),
+            phase="resuming" if seen.due else seen.phase.name.lower(),
             idle_s=round(idle_s, 3),
             bound_s=round(bound_s, 3),
             sequence=page[Word.SEQUENCE],
@@ -330,6 +360,7 @@ def read(page: Page) -> Reading:
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
         compiling=bool(flags & Flag.COMPILING),
+        due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
         meets=bool(flags & Flag.MEETS),
         done=page[Word.DONE],
     )

@@ -95,7 +95,7 @@ class Giver:
         try:
             collected = self._collect(frozen)
             values = encode_values(dict(self._values(collected)))
-            server = StateServer(_pieces_of(collected), values, _token(self._client))
+            server = StateServer(_pieces_of(collected), values, _token(self._client), self._client.moved)
             port = server.start(self._host)
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
@@ -165,7 +165,7 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
             f"no survivor holds {missing[0]} and {len(missing) - 1} more that this process has built",
             hint="build the same model in every process, whatever its rank",
         )
-    fetch(sources, wanted, token)
+    fetch(sources, wanted, token, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])

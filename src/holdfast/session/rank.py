@@ -166,10 +166,7 @@ class Rank:
     def copies_differ(self, step: int, copies: tuple[CopyDigest, ...]) -> None:
         """A vote said so: tell the controller what this rank holds."""
         if self.client is not None:
-            generation = self.machine.generation
-            self.client.send(
-                CopiesDiffer(member_id=self.member_id, generation=generation, step=step, copies=copies)
-            )
+            self.client.send(CopiesDiffer(self.member_id, self.machine.generation, step, copies))
 
     def freed(self) -> None:
         """This process is out of its collectives."""
@@ -463,6 +460,8 @@ class Rank:
             with self.changed:
                 if self.machine.retry(resume.generation):
                     self._resumed_in, self.joining = resume.generation, False
+                    if self.client is not None:
+                        self.client.resumed()
                     return
 
     def _go_back(self, step: int) -> None:

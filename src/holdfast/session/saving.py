@@ -522,8 +522,14 @@ class Saver:
         self._require_weights()
         return write_share(
             root, save_id, catalogue, made, rank, collected, values, own,
-            progress=lambda _: self._require_weights(),  # the script goes on meanwhile
+            progress=self._wrote,
         )  # fmt: skip
+
+    def _wrote(self, size_bytes: int) -> None:
+        """Of a last-gasp: the controller waits for the rest, and the script goes on meanwhile."""
+        if self._rank.client is not None:
+            self._rank.client.moved(size_bytes)
+        self._require_weights()
 
     def rescue(self, frozen: bool) -> None:
         """A process without a launcher is about to end by an exception: keep its last committed step."""

@@ -163,7 +163,10 @@ class Verifier:
 
     def _hash(self, collected: Collected, extents: Sequence[Extent]) -> int:
         assert self._compares is not None
-        return self._compares.digest(collected, extents)
+        digest = self._compares.digest(collected, extents)
+        if self._rank.fenced and self._rank.client is not None:
+            self._rank.client.moved(sum(extent.stop - extent.start for extent in extents))
+        return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
         """Layouts of an earlier start may name what is not there yet: nothing is compared by them."""

@@ -36,6 +36,7 @@ class Votes:
         self._adapter = adapter
         self._told = Told()
         self._size = -1
+        self._size_bytes = 0  # of what this rank has told
         self._telling = threading.Lock()  # a survivor tells from the client's task thread what it gives
 
     def cast(self, ballot: Ballot) -> Tally:
@@ -70,7 +71,8 @@ class Votes:
             collected, self._size = self._adapter.collect(), size
         else:
             self._size = -1  # that of another moment: looked at again when the next step has ended
-        layout = collected.layout(self._adapter.rank, self._adapter.world_size).encode()
+        said = collected.layout(self._adapter.rank, self._adapter.world_size)
+        self._size_bytes, layout = sum(t.size_bytes for t in said.tensors), said.encode()
         with self._telling:
             self._send(self._told.note(layout, self._rank.machine.generation))
 
@@ -101,6 +103,7 @@ class Votes:
                     rank=self._adapter.rank,
                     version=telling.version,
                     layout=telling.layout,
+                    size_bytes=self._size_bytes,
                 )
             )
 

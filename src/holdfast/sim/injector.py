@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+from holdfast.core.activity import SAY_S
 from holdfast.core.ids import Generation, NodeId
-from holdfast.core.messages import RankState
+from holdfast.core.messages import Message, RankState
+from holdfast.core.sightings import Active
 from holdfast.sim.collectives import COLLECTIVE_TIMEOUT_S, Collectives
 from holdfast.sim.faults import SimFault
 from holdfast.sim.spares import Spares
 from holdfast.sim.worker import SimWorker
+
+STOPPED_S = 1.5  # until the agent is sure
 
 
 class Target(Protocol):
@@ -30,6 +34,7 @@ class Target(Protocol):
     def kill_controller(self) -> None: ...
     def kill_agent(self, node_id: NodeId) -> None: ...
     def ask_exit(self) -> None: ...
+    def tell_agent(self, node_id: NodeId, event: Message) -> None: ...
 
 
 class Injector:
@@ -58,6 +63,14 @@ class Injector:
         for _, worker in sorted(self.world.seated.items()):
             if stopped.alive and worker.machine.generation == generation and worker.machine.state == "voting":
                 self.world.later(self.world.jitter(0.0, 0.01), f"timeout:{worker.rank}", worker.vote_broken)
+
+    def _say_stopped(self, worker: SimWorker) -> None:
+        """Its agent sees it, and says so for as long as it lasts."""
+        if worker.alive:
+            here = [w for _, w in sorted(self.world.seated.items()) if w.node_id == worker.node_id]
+            stopped = tuple(w.member_id for w in here if w.alive and w.stopped)
+            self.world.tell_agent(worker.node_id, Active(worker.node_id, stopped=stopped))
+            self.world.later(SAY_S, "stopped", partial(self._say_stopped, worker))
 
     def _arm_of(self, fault: SimFault) -> Callable[[], None]:
         def arm() -> None:
@@ -89,6 +102,7 @@ class Injector:
                 worker.fail("bad batch")
             case "stop":
                 worker.stopped = True
+                self.world.later(STOPPED_S, "stopped", partial(self._say_stopped, worker))
                 generation = worker.machine.generation
                 self.world.later(COLLECTIVE_TIMEOUT_S, "timeout", partial(self._time_out, worker, generation))
             case "flip":

@@ -1,0 +1,58 @@
+"""Simulated jobs whose states are large: what workers do in a recovery takes long, and their agents see bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.core.activity import SAY_S
+from holdfast.core.messages import KillMember, Send
+from holdfast.core.sightings import Active
+from holdfast.sim.checks import Violation
+from holdfast.sim.worker import SimWorker
+from holdfast.sim.world import SimAgent, World
+
+
+class LargeWorker(SimWorker):
+    """Takes longer for what it does under some labels; ``silent``: nothing of that can be seen."""
+
+    seconds: Mapping[str, float] = {}
+    silent = False
+    busy_until_s = 0.0
+
+    @property
+    def _scene(self) -> World:
+        assert isinstance(self.world, World)
+        return self.world
+
+    def _later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        more_s = self.seconds.get(label, 0.0)
+        super()._later(delay_s + more_s, label, action)
+        if more_s and not self.silent:
+            self.busy_until_s = max(self.busy_until_s, self._scene.now + delay_s + more_s)
+            self._say()
+
+    def _say(self) -> None:
+        if self.alive and not self.stopped and self._scene.now < self.busy_until_s:
+            self._scene.tell_agent(self.node_id, Active(self.node_id, moving=(self.member_id,)))
+            self.world.later(SAY_S, f"moves:{self.rank}", self._say)
+
+
+class LargeWorld(World):
+    """Nobody who makes progress is killed for time."""
+
+    worker_type = LargeWorker
+
+    def _send_for_agent(self, agent: SimAgent, command: Send) -> None:
+        order = command.message
+        if isinstance(order, KillMember) and order.silent:
+            worker = self.workers[order.member_id]
+            assert isinstance(worker, LargeWorker)
+            if self.now < worker.busy_until_s and not worker.stopped:
+                raise Violation("progress_is_waited_for", f"rank {worker.rank}: {order.reason}")
+        super()._send_for_agent(agent, command)
+
+
+def world_of(seconds: Mapping[str, float], *, silent: bool = False) -> type[World]:
+    """A world whose workers take so many seconds longer, by the label of what they do."""
+    worker = type("Worker", (LargeWorker,), {"seconds": dict(seconds), "silent": silent})
+    return type("Large", (LargeWorld,), {"worker_type": worker})
