@@ -1,22 +1,29 @@
 """What can be seen of a worker that stands still, from outside: its page, /proc, and the stacks that it writes.
 
-A worker that this library started makes Python's own ``faulthandler`` write all stacks on ``STACKS_SIGNAL``: that runs
-in the signal handler and needs neither the GIL nor memory, so it also answers while C code holds the GIL for ever. A
-stopped process answers when it runs again, one in an uninterruptible wait not at all: then /proc has to do.
+A worker that this library started makes Python's own ``faulthandler`` write the stack of its main thread on
+``STACKS_SIGNAL``: that runs in the signal handler and needs neither the GIL nor memory, so it also answers while C code
+holds the GIL for ever. ``faulthandler`` can write the stacks of all threads, too, and reads them while they run: a
+thread that starts or ends meanwhile is a segmentation fault of the worker. So those of the other threads are written by
+Python, as soon as the main thread executes Python again. A stopped process answers when it runs again, one in an
+uninterruptible wait not at all: then /proc has to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import faulthandler
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import NamedTuple, TextIO
 
 import msgspec
@@ -35,7 +42,9 @@ STACKS_SIZE_BYTES_MAX = 256 * 1024
 RECORDS_SIZE_BYTES_MAX = 16 << 20
 WHERE_LENGTH_MAX = 240
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-_INNER = ("/torch/", "/holdfast/", "/lib/python", "<frozen")
+MAIN = "Stack (most recent call first):"
+FRAMES_MAX = 100  # of one thread, as in faulthandler
+_INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
@@ -67,8 +76,30 @@ def offer_stacks(path: Path, page: Page) -> None:
     """
     file = os.fdopen(open_log(path), "a")
     _open_files.append(file)
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    if threading.current_thread() is threading.main_thread():  # else Python takes no handler
+        signal.signal(STACKS_SIGNAL, lambda signum, frame: _write_others(file.fileno()))
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False, chain=True)
+    atexit.register(_stop_offering)
     page[Word.FLAGS] |= Flag.STACKS
+
+
+def _stop_offering() -> None:
+    """Python puts the default action back when it ends, which is to be killed."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+
+
+def _write_others(fd: int) -> None:
+    """The stacks of all threads but the main one, in the form of ``faulthandler``; the innermost call is first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.main_thread().ident:
+            continue
+        lines = ["", f"Thread {names.get(ident, 'without a name')} (most recent call first):"]
+        for call, line in islice(walk_stack(frame), FRAMES_MAX):
+            lines.append(f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}')
+        with contextlib.suppress(OSError):  # no room: the evidence lacks it
+            os.write(fd, "\n".join([*lines, ""]).encode(errors="replace"))  # a file object is not reentrant
 
 
 def stacks_path(run: RunDir, member_id: MemberId) -> Path:
@@ -137,9 +168,12 @@ async def find(
             except ProcessLookupError:
                 del asked[member_id]
     start_s = time.monotonic()
-    waits = {m for m in asked if before[m].process not in ("T", "t")}
+    waits = {
+        m: "" for m in asked if before[m].process not in ("T", "t")
+    }  # with what was there at the last look
     while (passed_s := time.monotonic() - start_s) < ANSWER_S:
-        waits = {m for m in waits if not is_complete(_new_text(*asked[m]))}
+        texts = {m: _new_text(*asked[m]) for m in waits}
+        waits = {m: text for m, text in texts.items() if not is_complete(text) or text != waits[m]}
         if passed_s >= SAMPLE_S and not waits and all(path.exists() for path in records.values()):
             break
         await asyncio.sleep(POLL_S)
@@ -163,8 +197,8 @@ def _read_records(path: Path) -> Records:
 
 
 def is_complete(stacks: str) -> bool:
-    """The stack of the thread that took the signal is there; it is written last."""
-    return "Current thread" in stacks and stacks.endswith("\n") and bool(FRAME.search(_current(stacks)))
+    """The stack of the main thread is there, or its beginning: it comes line by line, and nothing marks its end."""
+    return MAIN in stacks and stacks.endswith("\n") and bool(FRAME.search(_main(stacks)))
 
 
 def _new_text(path: Path, offset: int) -> str:
@@ -176,13 +210,13 @@ def _new_text(path: Path, offset: int) -> str:
         return ""
 
 
-def _current(stacks: str) -> str:
-    return stacks.partition("Current thread")[2].partition("\n\n")[0]
+def _main(stacks: str) -> str:
+    return stacks.partition(MAIN)[2].partition("\n\n")[0]
 
 
 def where(stacks: str) -> str:
-    """Innermost frame of the thread that took the signal (the main thread), and the first one of the user's code."""
-    frames = [match.groupdict() for match in FRAME.finditer(_current(stacks))]
+    """Innermost frame of the main thread, and the first one of the user's code."""
+    frames = [match.groupdict() for match in FRAME.finditer(_main(stacks))]
     if not frames:
         return ""
     text = _frame(frames[0])

@@ -1,0 +1,60 @@
+"""Stacks of a worker that runs: to look at it must not end it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.runtime.evidence import MAIN, STACKS_SIGNAL, is_complete, where
+
+pytestmark = pytest.mark.processes
+
+LOOKS = 1000
+BUSY = """
+import sys, threading
+from pathlib import Path
+from holdfast.runtime.evidence import offer_stacks
+from holdfast.runtime.page import Page
+
+def work():
+    sum(range(50))
+
+def wait(over):
+    over.wait()
+
+page = Page.create(Path(sys.argv[1]) / "page")
+offer_stacks(Path(sys.argv[1]) / "stacks", page)
+over = threading.Event()
+waiting = threading.Thread(target=wait, args=(over,), name="the waiting one")
+waiting.start()
+print("ready", flush=True)
+while not (Path(sys.argv[1]) / "over").exists():
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+over.set()
+"""
+
+
+def test_a_look_at_a_worker_that_starts_threads_does_not_end_it(tmp_path: Path) -> None:
+    """Reading the stacks of all threads beside them was a segmentation fault, once in some hundred looks."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+        for _ in range(LOOKS):
+            if worker.poll() is not None:
+                break
+            os.kill(worker.pid, STACKS_SIGNAL)
+            time.sleep(0.001)
+        (tmp_path / "over").touch()
+        assert worker.wait(30) == 0
+    written = (tmp_path / "stacks").read_text()
+    first = MAIN + written.split(MAIN)[1]
+    assert is_complete(first) and "<module>" in where(first)
+    assert "Thread the waiting one (most recent call first):" in written and "in wait" in written
