@@ -6,6 +6,7 @@ Tree::
     ├── UserError                   you can fix it: wrong argument, script, path or state
     │   ├── UsageError              a flag or argument that cannot work, named with the reason
     │   ├── ScriptError             the training script is missing or cannot be started
+    │   │   └── FrameworkError      an installed framework cannot be loaded (an ImportError, too)
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
     │   │   └── ImpureBlockError    a block that runs again computes something else
@@ -90,6 +91,10 @@ class UsageError(UserError):
 
 class ScriptError(UserError):
     """The training script is missing or cannot be started."""
+
+
+class FrameworkError(ScriptError, ImportError):
+    """An installed framework cannot be loaded. A script may catch it as the ImportError that it is."""
 
 
 class StateError(UserError):

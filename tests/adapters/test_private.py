@@ -12,7 +12,8 @@ import torch
 import holdfast
 from holdfast.adapters.torch import private
 from holdfast.adapters.torch.private import USES, uses_of
-from holdfast.adapters.torch.probing import Feature, Use, probe, version_of
+from holdfast.adapters.torch.probing import Feature, Use, probe
+from holdfast.runtime.torch_build import version_of
 
 pytestmark = pytest.mark.torch
 

@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, StoreError
 from holdfast.exits import Exit
 from holdfast.runtime.rundir import SHARED_MEMORY
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.torch_build import TESTED, all_restart, cannot_load, torch_build
 from holdfast.session.memory import cost_of_a_loss
 from holdfast.store.layout import DTYPE_SIZE_BYTES
 from holdfast.store.opening import open_store
@@ -103,11 +104,14 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     try:
+        if torch_build() is None:
+            return Finding("torch", "poor", "not there", "pip install 'holdfast[torch]' (for PyTorch jobs)")
         torch = importlib.import_module("torch")
-    except ImportError as error:
-        return Finding(
-            "torch", "poor", f"not there: {error}", "pip install 'holdfast[torch]' (for PyTorch jobs)"
-        )
+    except HoldfastError as error:
+        return Finding("torch", "bad", error.message, error.hint)
+    except (ImportError, OSError) as error:
+        known = cannot_load(error)
+        return Finding("torch", "bad", known.message, known.hint)
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return Finding(
@@ -124,8 +128,11 @@ def _groups() -> Finding:
         groups.install()
     except ImportError:
         return Finding("process groups", "poor", "no torch: nothing to survive in")
-    except HoldfastError as error:
-        return Finding("process groups", "bad", error.message, error.hint)
+    except (HoldfastError, OSError) as error:
+        return Finding("process groups", "bad", str(error))
+    if reason := groups.untouched():
+        found = all_restart(sys.modules["torch"].__version__, reason)
+        return Finding("process groups", "poor", found, f"use torch {TESTED}")
     return Finding("process groups", "good", "broken collectives can be left, groups rebuilt")
 
 
@@ -137,10 +144,10 @@ def _names() -> Iterator[Finding]:
         return
     passed, failed = private.probed()
     for wrong, lost in failed:
-        advice = f"use torch {private.TESTED}, or start again after a fault: --on-fault restart"
+        advice = f"use torch {TESTED}, or start again after a fault: --on-fault restart"
         yield Finding("torch's names", "poor", f"{wrong}: without it, no {lost}", advice)
     if not failed:
-        found = f"{plural(passed, 'probe')} of private names passed (tested: torch {private.TESTED})"
+        found = f"{plural(passed, 'probe')} of private names passed (tested: torch {TESTED})"
         yield Finding("torch's names", "good", found)
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypedDict, TypeVar
 from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_counts, read_nodes, read_secret, shrink_to
 from holdfast.cli.placing import place
+from holdfast.cli.untested import heed_torch
 from holdfast.core.ids import RUN_ID_PATTERN
 from holdfast.core.ladder import Ladder
 from holdfast.core.vote import WORLD_SIZE_MAX
@@ -80,7 +81,6 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     nproc = workers_of(nodes, counts)
     run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
     run_dir = Path(values["run_dir"]).absolute() / run_id
-    log_dir = Path(values["log_dir"]).absolute() / run_id if values["log_dir"] else None
     settings = RunSettings(
         run_id=run_id,
         launch=new_launch() if values["run_id"] or nodes.several else "",
@@ -114,7 +114,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         cwd=os.getcwd(),
         python=os.environ.get("PYTHON_EXEC", ""),
         env={ROOT_VARIABLE: str(absolute(values["root"]))} if values["root"] is not None else {},
-        log_dir=str(log_dir) if log_dir else "",
+        log_dir=str(Path(values["log_dir"]).absolute() / run_id) if values["log_dir"] else "",
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
     )
@@ -125,7 +125,8 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     signals = _signals(str(values["signals_to_handle"]))
     prefix = values["log_line_prefix_template"] or os.environ.get(LINE_PREFIX_VARIABLE, "")
-    return Request(settings, run_dir, shown, signals, notes, token, prefix)
+    settings, untested = heed_torch(settings)
+    return Request(settings, run_dir, shown, signals, notes + untested, token, prefix)
 
 
 def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from holdfast.core.sightings import Records
 from holdfast.errors import ScriptError
+from holdfast.runtime.torch_build import cannot_load, check_loaded, torch_build
 
 FrameworkName = Literal["torch", "mindspore", "tensorflow"]
 
@@ -78,11 +79,15 @@ def install_framework(name: FrameworkName) -> None:
 
     Raises:
         ScriptError: a framework was asked for by name and is not installed.
+        FrameworkError: the installed torch cannot work.
     """
     framework = FRAMEWORKS[name]
     if name == "torch" and framework.package not in sys.modules:
         sys.meta_path.insert(0, _WhenImported(framework))
         return
+    if name == "torch":
+        torch_build()
+        check_loaded(sys.modules[name])
     try:
         module = importlib.import_module(framework.install_module)
     except ModuleNotFoundError as error:
@@ -104,8 +109,20 @@ def records(name: FrameworkName) -> Records:
     return found
 
 
+_broken: list[Exception] = []  # what the first import of torch in this process, or in its zygote, has raised
+
+
+def note_broken(error: Exception) -> None:
+    """An import of torch failed in the zygote. torch can be loaded once per process: a worker tells this reason."""
+    _broken.append(error)
+
+
 class _WhenImported:
-    """A finder that lets a framework be made ready as soon as it is imported, once."""
+    """A finder that lets torch be made ready as soon as it is imported, once.
+
+    Raises:
+        FrameworkError: (from an import) the installed torch cannot work, or be loaded.
+    """
 
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
@@ -117,12 +134,20 @@ class _WhenImported:
         if name != self._framework.package:
             return None
         sys.meta_path.remove(self)
+        if not _broken:
+            torch_build()
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_install(module: ModuleType) -> None:
-                load(module)
+                try:
+                    if _broken:
+                        raise _broken[0]
+                    load(module)
+                except (ImportError, OSError) as error:
+                    raise cannot_load(error) from error
+                check_loaded(module)
                 importlib.import_module(self._framework.install_module).install()
 
             spec.loader.exec_module = load_and_install  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from holdfast.exits import Exit
 from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
 from holdfast.runtime.early import early_variable, sources
 from holdfast.runtime.environment import versions
-from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName
+from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
 from holdfast.runtime.pids import heed_warnings, ignore_warnings
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -259,6 +259,8 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
                 importlib.import_module(name)
             except Exception as error:  # a worker that needs it will fail with the same error, in its own log
                 missing[name] = f"{type(error).__name__}: {error}"[:200]
+                if name == "torch":
+                    note_broken(error)
             imports_s[name] = round(time.monotonic() - began, 3)
 
     # These imports make a million objects and hardly any garbage: looking once is a quarter of their time.

@@ -175,8 +175,11 @@ def _torch_adapter(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
 ) -> Adapter:
     from holdfast.adapters.torch.adapter import TorchAdapter
+    from holdfast.adapters.torch.groups import untouched
+    from holdfast.adapters.torch.plain import PlainTorchAdapter
 
-    return TorchAdapter(model, optimizer, scheduler, scaler, extras, seed)
+    kind = PlainTorchAdapter if untouched() else TorchAdapter
+    return kind(model, optimizer, scheduler, scaler, extras, seed)
 
 
 def configure_logging() -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,15 +75,17 @@ class TorchAdapter:
             process groups.
     """
 
+    own_groups: ClassVar[bool] = True  # Holdfast's are behind gloo and nccl
+
     def __init__(
         self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
     ) -> None:
         with exempt():
-            self.rank, self.world_size = _place()
+            self.rank, self.world_size = _place(self.own_groups)
         self._model = model
         self._seed = seed
         self._scaler = scaler
-        self.live = self.world_size > 1
+        self.live = self.own_groups and self.world_size > 1
         self.scaled = scaler is not None
         optimizers = named_optimizers(optimizer)
         refuse_searching(optimizers, self.world_size)
@@ -531,8 +533,8 @@ class TorchAdapter:
         return ready
 
 
-def _place() -> tuple[int, int]:
-    """Rank and world size of the default process group.
+def _place(own_groups: bool) -> tuple[int, int]:
+    """Rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
 
     Raises:
         UsageError: a launcher says that there are several processes, but there is no process group.
@@ -546,7 +548,7 @@ def _place() -> tuple[int, int]:
                 hint="torch.distributed.init_process_group(...) before holdfast.session(...)",
             )
         return 0, 1
-    if dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
+    if own_groups and dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
         raise UnsupportedError(
             "the process groups were made before Holdfast could put its own behind them",
             hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",

@@ -12,6 +12,8 @@ import atexit
 import functools
 import hashlib
 import inspect
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,13 +35,16 @@ from holdfast.adapters.torch.standin import install as install_stand_in
 from holdfast.core.ids import NO_GENERATION
 from holdfast.errors import UnsupportedError
 from holdfast.runtime import standin
+from holdfast.runtime.torch_build import VARIABLE, all_restart, why_untouched
 
-__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed"]
+__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed", "untouched"]
 
 BACKEND = "holdfast"
 _NAME_SIZE_MAX = 64
 
 _made: Counter[tuple[int, ...]] = Counter()
+_untouched: list[str] = []  # one reason, or none
+log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True)
@@ -56,27 +61,30 @@ def installed() -> bool:
     return bool(getattr(private.helper(), "holdfast", False))
 
 
+def untouched() -> str:
+    """Why :func:`install` has left torch's own groups alone; empty when it has not."""
+    return _untouched[0] if _untouched else ""
+
+
 def install() -> None:
     """Put reconfigurable groups behind the names gloo and nccl. Idempotent; starts nothing, so a zygote may call it.
 
-    A newcomer to a running job is alone until the job resumes: its collectives complete on own data.
+    A newcomer to a running job is alone until the job resumes: its collectives complete on own data. Where the
+    self-test of this torch has failed, or it makes its groups in a way that is not known here, they are left alone.
 
     Raises:
-        UnsupportedError: this torch makes its groups in another way than the one known here.
+        ScriptError: this torch cannot work.
     """
+    if not installed() and not _untouched:
+        _untouched.extend(_why_untouched())
+    if _untouched:
+        return
     client = control_client()
     if client is not None and client.joining:
         fabric().loopback()
     stand_in = standin.current()
     if stand_in is not None:
         install_stand_in(stand_in)
-    if installed():
-        return
-    if wrong := private.failures(Feature.GROUPS):
-        raise UnsupportedError(
-            f"torch {torch.__version__} makes process groups in a way that Holdfast does not know: {wrong[0]}",
-            hint=f"use torch {private.TESTED}",
-        )
     atexit.register(fabric().leave)
     outlive_peers()
     install_rendezvous()
@@ -87,6 +95,16 @@ def install() -> None:
     _refuse_buffers_of_groups()
     for name, alone in _OBJECT_CALLS.items():
         _guard_objects(name, alone)
+
+
+def _why_untouched() -> list[str]:
+    """The reason why torch's own groups are left alone, or none; one warning if the launcher has not said it."""
+    told = VARIABLE in os.environ
+    if not (reason := why_untouched()):
+        reason, told = next(iter(private.failures(Feature.GROUPS)), ""), False
+    if reason and not told and os.environ.get("RANK", "0") == "0":
+        log.warning("holdfast: %s", all_restart(torch.__version__, reason))
+    return [reason] if reason else []
 
 
 # ---------------------------------------------------------------- making groups

@@ -30,6 +30,7 @@ from holdfast.adapters.torch import private
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.naming import data_parallel
 from holdfast.errors import UnsupportedError
+from holdfast.runtime.torch_build import TESTED
 
 
 def heal(model: nn.Module) -> None:
@@ -51,7 +52,7 @@ def heal(model: nn.Module) -> None:
         except AttributeError as error:
             raise UnsupportedError(
                 f"FSDP2 of torch {torch.__version__} cannot be healed after an abort: {error}",
-                hint=f"use torch {private.TESTED}, or restart the job after a fault: --on-fault restart",
+                hint=f"use torch {TESTED}, or restart the job after a fault: --on-fault restart",
             ) from error
     for parameter in model.parameters():
         parameter.grad = None
@@ -80,7 +81,7 @@ def heal_pipelines() -> None:
         except AttributeError as error:
             raise UnsupportedError(
                 f"a pipeline of torch {torch.__version__} cannot be healed after an abort: {error}",
-                hint=f"use torch {private.TESTED}, or restart the job after a fault: --on-fault restart",
+                hint=f"use torch {TESTED}, or restart the job after a fault: --on-fault restart",
             ) from error
 
 

@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
 from holdfast.adapters.torch.private_names import SCALER_TENSORS, SCHEDULES, SHARD, STAGE, USES
-from holdfast.adapters.torch.probing import Feature, Use, Version, probe, version_of
+from holdfast.adapters.torch.probing import Feature, Use, probe
 from holdfast.errors import UnsupportedError
+from holdfast.runtime.torch_build import Version, version_of
 
 __all__ = [
     "SCALER_TENSORS",
@@ -43,11 +44,6 @@ __all__ = [
     "callback_handler",
     "tree_map_only",
 ]
-
-TESTED_LEAST: Version = (2, 12)
-TESTED_MOST: Version = (2, 15)
-TESTED = "2.12 to 2.15"
-"""The versions of torch that ``make torches`` runs."""
 
 c10d: Any = distributed_c10d
 _HELPER = "_new_process_group_helper"

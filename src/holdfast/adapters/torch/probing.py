@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from enum import Enum
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-Version: TypeAlias = tuple[int, int]
+from holdfast.runtime.torch_build import Version
 
 
 class Feature(Enum):
@@ -45,12 +44,6 @@ class Use(NamedTuple):
     def in_version(self, version: Version) -> bool:
         """True when this version should have the name."""
         return self.since <= version and (self.until is None or version <= self.until)
-
-
-def version_of(text: str) -> Version:
-    """``2.15.0+cu132`` -> (2, 15); (0, 0) for a text that begins with no version."""
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def probe(use: Use) -> str:
