@@ -13,6 +13,7 @@ from holdfast.drill.proof import small
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
+@pytest.mark.more
 def test_a_slice_of_chaos(tmp_path: Path) -> None:
     tally = chaos(tmp_path / "chaos", faults=4, steps=300, seed=3, layouts=["ddp"], nproc=2)
     assert tally.failures == [] and tally.faults >= 4

@@ -80,7 +80,7 @@ def test_undisturbed_the_first_block_alone_runs_again_for_its_check(calm: Callab
         pytest.param("changing", ["1:0:mid"], marks=pytest.mark.more),
         ("streaming", ["1:6:mid", "0:6:update", "2:6:after"]),
         ("swapping", ["1:5:evaluation"]),
-        ("swapping", ["2:8:validation"]),
+        pytest.param("swapping", ["2:8:validation"], marks=pytest.mark.more),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
@@ -99,7 +99,10 @@ def test_kills_leave_the_bits_as_they_are(
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
 
 
-@pytest.mark.parametrize("flags", [(), ("--spares", "1")], ids=("resumed", "spare"))
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), id="resumed"), pytest.param(("--spares", "1"), id="spare", marks=pytest.mark.more)],
+)
 def test_a_block_that_changes_its_batch_finds_it_whole_again(
     tmp_path: Path, calm: Callable[[str], Calm], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
@@ -134,7 +137,13 @@ def test_survivors_in_a_long_update_stay(tmp_path: Path, calm: Callable[[str], C
     assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("plain").told], output
 
 
-@pytest.mark.parametrize("kills", [["1:8:mid", "2:10:start"], ["0:9:end"]], ids=",".join)
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(["1:8:mid", "2:10:start"], id="mid, start"),
+        pytest.param(["0:9:end"], id="end", marks=pytest.mark.more),
+    ],
+)
 def test_what_comes_before_a_block_is_done_again_by_all_or_none(
     tmp_path: Path, calm: Callable[[str], Calm], kills: list[str]
 ) -> None:

@@ -41,7 +41,7 @@ def test_a_hook_without_a_state_is_as_good_in_a_newcomer(tmp_path: Path) -> None
     assert len(calm) == RANKS and len(set(calm)) == 1
 
 
-@pytest.mark.parametrize("when", [[], ["--late"]])
+@pytest.mark.parametrize("when", [[], pytest.param(["--late"], marks=pytest.mark.more)])
 def test_a_hook_with_a_state_is_refused_by_name(tmp_path: Path, when: list[str]) -> None:
     done = run_job(tmp_path, RANKS, JOB, "--what", "powerSGD_hook", *when)
     assert done.returncode == Exit.BAD_INPUT, done.stdout
