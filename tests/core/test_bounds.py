@@ -235,7 +235,11 @@ def test_a_stopped_process_is_not_waited_for() -> None:
         )
     active(job, stopped=(2,))
     (kill,) = job.sent(KillMember)
-    assert kill.member_id == job.members[2] and kill.silent and kill.reason == "its process is stopped"
+    assert (
+        kill.member_id == job.members[2]
+        and kill.silent
+        and kill.reason == "hangs: its process is stopped (state T)"
+    )
     active(job, stopped=(2,))
     assert job.sent(KillMember) == [], "once"
 

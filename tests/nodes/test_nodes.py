@@ -160,6 +160,23 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
 
 @pytest.mark.more
 @pytest.mark.torch
+def test_a_device_that_fails_again_is_left_for_one_of_the_spare_host(net: Network, tmp_path: Path) -> None:
+    """Its rank was replaced onto it until the run ended as a bug of the script."""
+    breaks = (
+        "if os.environ['HOLDFAST_RUN_DIR'].endswith('node0') and step.number == 3:\n"
+        "                raise torch.AcceleratorError('CUDA error: uncorrectable ECC error encountered')\n"
+    )
+    script = TRAIN.replace("            time.sleep", f"            {breaks}            time.sleep")
+    with Hosts(net, tmp_path, "2:3", script, ("12", "0.1", str(tmp_path / "out")), torch=True) as hosts:
+        hosts.start()
+        assert [hosts.wait(index) for index in range(3)] == [0, 0, 0], hosts.output(0)
+        assert [e.data["nodes"] for e in hosts.events(1, "members_replaced")] == [["node0"], ["node2"]]
+        assert {e.data["steps_lost"] for e in hosts.events(1, "recovered")} == {0}
+    assert {path.read_text() for path in tmp_path.glob("out-*")} == {alone(tmp_path, 12)}
+
+
+@pytest.mark.more
+@pytest.mark.torch
 def test_hosts_of_two_sizes_and_a_spare_for_the_larger(net: Network, tmp_path: Path) -> None:
     told = "print('placed', *map(os.environ.get, ('LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE')), flush=True)"
     script = TRAIN.replace("\ntorch.set_num", f"\n{told}\ntorch.set_num")

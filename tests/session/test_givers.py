@@ -25,7 +25,7 @@ def test_a_survivor_that_is_stopped_when_it_is_asked_for_its_state_is_replaced(t
     done = run_job(tmp_path, 3, str(Path(__file__).with_name("giver_job.py")))
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stopped").exists()
-    assert "rank 0: its process is stopped" in done.stdout, "seen at once, not after 15 s"
+    assert "rank 0: hangs: its process is stopped (state T)" in done.stdout, "seen at once, not after 15 s"
     assert "did not join" not in done.stdout and "0 steps lost" in done.stdout
     assert len(ends(tmp_path)) == 1 and f"ends at {STEPS}:" in ends(tmp_path).pop()
 

@@ -51,6 +51,7 @@ ROOM_WAIT_S = 120.0  # as long as for a node
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
 HINT = "next: "
+ASKED = "asked to exit"
 NEXT = {
     Exit.FAILED: "read the traceback: holdfast logs {run}",
     Exit.USAGE: "holdfast run --help",
@@ -339,6 +340,8 @@ class Launcher:
             say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
+            if code is Exit.REQUEUE and not view.reason.startswith(ASKED):
+                say(f"  why: {first_line(view.reason)}")
             if code is Exit.REQUEUE:
                 say(f"  next: {again(view)}")
             return code
@@ -394,7 +397,11 @@ def _why(view: RunView, fault: FaultView | None) -> str:
     why = first_line(view.reason).rstrip(":")  # what it announces is in the log
     if not why:
         return ""
-    rank = f"rank {fault.rank}" if fault and fault.kind == "exception" and fault.what in view.reason else ""
+    rank = (
+        f"rank {fault.rank}"
+        if fault and fault.kind in ("exception", "device") and fault.what in view.reason
+        else ""
+    )
     last = ""
     if fault and view.code == Exit.BUDGET and (told := repeated(view.faults, fault)):
         last = f"; rank {fault.rank}: {first_line(fault.what)}: {told}"

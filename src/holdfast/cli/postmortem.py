@@ -211,7 +211,7 @@ class Casebook:
         )
 
     def _log_tail(self, fault: FaultView, log: Path | None) -> list[str]:
-        if log is None or fault.kind not in ("exception", "exit", "signal"):
+        if log is None or fault.kind not in ("exception", "device", "exit", "signal"):
             return []
         return last_lines(log, LOG_LINES_MAX, end=self._story.log_ends.get(fault.member_id))
 
@@ -252,6 +252,11 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         if fault.kind == "silent":
             return [*found, logs]
         return [*found, "was it only slow? --hang-factor and --hang-floor give it more time"]
+    if fault.kind == "device":
+        return [
+            f"check the device of rank {fault.rank} on {fault.node}: dmesg (Xid), nvidia-smi -q -d ECC",
+            logs,
+        ]
     if fault.kind == "corruption":
         often = [f"{count} times on {node} in this run" for node, count in case.again.items() if count > 1]
         return [

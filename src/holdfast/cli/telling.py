@@ -55,7 +55,7 @@ class Telling:
             screen.say(f"{_names(group)}: {_answered(group[0], self._watch.story.session)}")
 
     def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
-        if fault.kind == "exception":
+        if fault.kind in ("exception", "device"):
             if _words(fault) in self._raised:
                 return
             self._raised.add(_words(fault))

@@ -50,7 +50,7 @@ class Awaited:
         held_up = {m.member_id for m in awaited if self._is_held_up(wait, m)}
         self.recovery.bounds.over(wait, awaited, held_up)
 
-    def active(self, event: Active) -> None:
+    def active(self, now: float, event: Active) -> None:
         """What an agent sees of the processes of its node."""
         recovery = self.recovery
         recovery.bounds.heard(event)
@@ -58,7 +58,7 @@ class Awaited:
         if event.stopped and waits:
             everyone, living = recovery.phase in ALL_NEEDED, self.job.roster.living
             recovery.bounds.halt(
-                [m for m in living if everyone or any(self.is_awaited(wait, m) for wait in waits)]
+                now, [m for m in living if everyone or any(self.is_awaited(wait, m) for wait in waits)]
             )
 
     def is_awaited(self, wait: str, member: Member) -> bool:

@@ -109,7 +109,7 @@ class Bounds:
         if len(late) < len(waited):
             self._begin(wait, Running(running.bound_s, set(), again=True))
 
-    def halt(self, awaited: Sequence[Member]) -> None:
+    def halt(self, now: float, awaited: Sequence[Member]) -> None:
         """Kill those that are waited for and stopped, unless most processes are: then the whole job is suspended."""
         stopped = frozenset().union(*self._stopped.values())
         living = self.job.roster.living
@@ -117,4 +117,5 @@ class Bounds:
             return
         for member in awaited:
             if member.member_id in stopped and not member.kill_reason:
-                self.job.time_out(member, "its process is stopped")
+                member.hung_at_s = now
+                self.job.time_out(member, "hangs: its process is stopped (state T)")

@@ -16,9 +16,13 @@ Invariants:
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.core.config import Config
 from holdfast.core.corruption import Corruption
+from holdfast.core.devices import certainty
 from holdfast.core.ending import Ending
+from holdfast.core.fault import FaultKind
 from holdfast.core.fleet import Fleet
 from holdfast.core.hang import Hangs
 from holdfast.core.history import Past
@@ -109,7 +113,7 @@ class Controller:
             case Moved():
                 self.hangs.moved(now, event)
             case Active():
-                self.recovery.active(event)
+                self.recovery.active(now, event)
             case Evidence():
                 self.hangs.evidence(now, event)
             case Paced():
@@ -258,7 +262,12 @@ class Controller:
             user_error=event.user_error,
             between=event.between,
         )
-        self.recovery.member_fault(now, member, "exception", f"{event.kind}: {event.what}", failure)
+        sure = certainty(event.kind, event.what) if not event.user_error else ""
+        if sure:
+            excused = job.device_failed(member, failure, certain=sure == "certain")
+            failure = msgspec.structs.replace(failure, by_device=excused)
+        kind: FaultKind = "device" if failure.by_device else "exception"
+        self.recovery.member_fault(now, member, kind, f"{event.kind}: {event.what}", failure)
 
     def _save_reported(self, now: float, member: Member, event: SaveReported) -> None:
         job, save_id = self.job, event.save_id

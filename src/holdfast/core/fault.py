@@ -22,7 +22,16 @@ Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed
 SEEN: tuple[Seen, ...] = get_args(Seen)
 """The phases of a recovery that users see, in their order."""
 FaultKind = Literal[
-    "signal", "exit", "exception", "silent", "hang", "collective", "startup", "controller", "corruption"
+    "signal",
+    "exit",
+    "exception",
+    "device",
+    "silent",
+    "hang",
+    "collective",
+    "startup",
+    "controller",
+    "corruption",
 ]
 START_S = 60.0
 """Deaths of a process younger than this happen in its start."""

@@ -412,7 +412,9 @@ class Fleet:
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
         if not job.roster.members or self.recovery.phase == "waiting":
-            why = f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run"
+            why = (
+                f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run{job.left_out}"
+            )
             known = job.sealed_step >= 0 or job.base_step > 0
             job.finish(Exit.REQUEUE if known else Exit.UNSAVED if job.roster.members else Exit.FAILED, why)
             return

@@ -16,6 +16,7 @@ from typing import cast
 
 import msgspec
 
+from holdfast.core.devices import DeviceFailure
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.messages import Field, Record
 from holdfast.core.policy import STOP_CODE, Action, Answered, Verdict
@@ -55,6 +56,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     released: bool = False
     unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
     answered: tuple[Answered, ...] = ()
+    device_failures: tuple[DeviceFailure, ...] = ()
     ends: Verdict | None = None  # it was decided that the run ends
 
     @staticmethod
@@ -180,6 +182,18 @@ def _sealed(past: Past, data: Data) -> Changes:
     return {"sealed_step": max(past.sealed_step, step), "sealed_last": last}
 
 
+def _device_failed(past: Past, data: Data) -> Changes:
+    failure = DeviceFailure(
+        node_id=NodeId(str(data["node"])),
+        local_rank=_int(data, "local_rank"),
+        step=_int(data, "step"),
+        digest=str(data["digest"]),
+        certain=bool(data["certain"]),
+        occurrence=_int(data, "occurrence"),
+    )
+    return {"device_failures": (*past.device_failures, failure)}
+
+
 _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "generation_started": _started,
     "fenced": _fenced,
@@ -188,6 +202,7 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "verdict": _verdict,
     "session_opened": _opened,
     "sealed": _sealed,
+    "device_failed": _device_failed,
     "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
     "exit_agreed": lambda past, data: {"agreed_step": _int(data, "step")},

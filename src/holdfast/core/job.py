@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.core.config import Config
 from holdfast.core.council import StandDown
+from holdfast.core.devices import FAILURES_MAX, DeviceFailure, Devices
 from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
 from holdfast.core.layouts import Layouts
@@ -35,8 +36,10 @@ from holdfast.core.messages import (
     SetTimer,
     StartMembers,
 )
+from holdfast.core.policy import Failure
 from holdfast.exits import Exit
 
+WHAT_LENGTH_MAX = 500
 MEMBERS_PER_TERM = 1_000_000
 STEPS_TO_SETTLE = 2.0
 
@@ -56,6 +59,7 @@ class Job:
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
+        self.devices = Devices(past.device_failures)
         self.step_s: dict[NodeId, float] = {}  # what the last step took there
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
@@ -200,9 +204,9 @@ class Job:
             self.world_size = world_size
             self.roster.forget_layouts()
         members = [
-            Member(member_id=a.member_id, rank=a.rank, local_rank=a.local_rank, node_id=node)
+            Member(member_id=a.member_id, rank=a.rank, local_rank=local_rank, node_id=node)
             for node, here in seats.items()
-            for a in here
+            for a, local_rank in zip(here, self._seats_of(node, len(here)), strict=True)
         ]
         members.sort(key=lambda m: m.rank)
         self.last_member = max(m.member_id for m in members)
@@ -257,8 +261,16 @@ class Job:
         return nodes * per_node
 
     def _up(self) -> list[tuple[NodeId, int]]:
-        """The nodes that are heard, with their slots, in their order."""
-        return [(n, self.slots[n]) for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
+        """The nodes that are heard, with the number of slots that can be used, in their order."""
+        up = [n for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
+        return [(n, len(self.devices.usable(n, self.slots[n]))) for n in up]
+
+    def _seats_of(self, node_id: NodeId, count: int) -> list[int]:
+        """Local ranks for so many members of a node that holds no other: of trusted devices first."""
+        slots = self.slots[node_id]
+        trusted = self.devices.trusted(node_id, slots)
+        rest = [n for n in self.devices.usable(node_id, slots) if n not in trusted]
+        return sorted([*trusted, *rest][:count])
 
     def heard(self) -> set[str]:
         """Names of the nodes that are there."""
@@ -267,20 +279,84 @@ class Job:
     def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
         """Node and local rank for a newcomer in place of each dead member, by rank; some are missing for want of room.
 
-        Its own node where that is there, else the first one with a free slot.
+        Its own place where that is there and its device is trusted, else the first trusted one that is free, else its
+        own where that can be used.
         """
-        up = dict(self._up())
-        taken = {node: {m.local_rank for m in self.roster.on_node(node)} for node in up}
-        stay = [m for m in dead if m.node_id in up]
-        found = {m.rank: (m.node_id, m.local_rank) for m in stay}
-        for member in stay:
-            taken[member.node_id].add(member.local_rank)
+        up = [node for node, _ in self._up()]
+        trusted = {node: self.devices.trusted(node, self.slots[node]) for node in up}
+        taken = {(node, m.local_rank) for node in up for m in self.roster.on_node(node)}
+        found: dict[int, tuple[NodeId, int]] = {}
         for member in dead:
-            free = ((n, i) for n, slots in up.items() for i in range(slots) if i not in taken[n])
-            if member.rank not in found and (place := next(free, None)) is not None:
-                found[member.rank] = place
-                taken[place[0]].add(place[1])
+            if member.local_rank in trusted.get(member.node_id, ()):
+                found[member.rank] = (member.node_id, member.local_rank)
+        taken.update(found.values())
+        free = [(node, n) for node in up for n in trusted[node] if (node, n) not in taken]
+        for member in dead:
+            if member.rank in found:
+                continue
+            if free:
+                found[member.rank] = free.pop(0)
+            elif self._is_usable(member):
+                found[member.rank] = (member.node_id, member.local_rank)
         return found
+
+    def _is_usable(self, member: Member) -> bool:
+        node = member.node_id
+        return self.liveness.is_up(node) and member.local_rank in self.devices.usable(
+            node, self.slots.get(node, 0)
+        )
+
+    def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
+        """An error that a device may have caused was seen on the slot of this member.
+
+        Returns: True when it is not to be held against the script: a device has certainly failed, or may have, and
+        there is another one to try.
+        """
+        node, slot = member.node_id, member.local_rank
+        noted = DeviceFailure(
+            node_id=node,
+            local_rank=slot,
+            step=failure.step,
+            digest=failure.digest,
+            certain=certain,
+            occurrence=failure.occurrence,
+        )
+        if self.devices.note(noted):
+            self.record(
+                "device_failed",
+                node=str(node),
+                local_rank=slot,
+                rank=member.rank,
+                step=failure.step,
+                certain=certain,
+                what=failure.what[:WHAT_LENGTH_MAX],
+                digest=failure.digest,
+                occurrence=failure.occurrence,
+                failures=self.devices.count(node, slot),
+                left_out=self.devices.count(node, slot, certain=certain) >= FAILURES_MAX,
+            )
+        return certain or (not self.devices.is_of_script(noted) and self._has_another(member))
+
+    def _has_another(self, member: Member) -> bool:
+        """A trusted device is free beside that of this member."""
+        taken = {(m.node_id, m.local_rank) for m in self.roster.living} | {
+            (member.node_id, member.local_rank)
+        }
+        return any(
+            (node, n) not in taken
+            for node, _ in self._up()
+            for n in self.devices.trusted(node, self.slots[node])
+        )
+
+    @property
+    def left_out(self) -> str:
+        """The devices that are broken, as the end of a sentence; empty when there are none."""
+        broken = [
+            f"device {n} of {node}"
+            for node, slots in sorted(self.slots.items())
+            for n in sorted(set(range(slots)) - set(self.devices.usable(node, slots)))
+        ]
+        return f"; left out after {FAILURES_MAX} failures: {', '.join(broken)}" if broken else ""
 
     def replace_members(self, dead: Sequence[Member]) -> None:
         """Seat a newcomer in place of each dead member, in the newest generation; there must be room for all."""

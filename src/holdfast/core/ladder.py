@@ -347,7 +347,7 @@ LAST_RESORTS = ("restart", "memory-restart", "disk", "recompute")
 SPELLINGS = {"auto": "", "process": "", "pod": "restart", "job": "requeue"}
 """Words that others use: the lowest unit that is started again. Empty: the whole ladder."""
 
-CAUSES = ("crash", "hang", "node", "network", "corruption", "other")
+CAUSES = ("crash", "device", "hang", "node", "network", "corruption", "other")
 """What ``cause:rung`` may name: see ``survey.CAUSE_OF``."""
 
 

@@ -78,6 +78,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     occurrence: int = 0  # the generation that failed, packed: a successor hears of it again
     user_error: bool = False
     between: bool = False  # of two steps
+    by_device: bool = False  # of a device, for certain, or there is another one to try: no bug of the script
     times_max: int = 2  # the run ends when it happens for so many times at the same step
 
     @property
@@ -150,6 +151,8 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
             return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
             return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
+        if failure.by_device:
+            continue
         before = {
             occurrence
             for answered in history

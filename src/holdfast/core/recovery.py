@@ -286,9 +286,9 @@ class Recovery:
         else:
             self.awaited.tick(name)
 
-    def active(self, event: Active) -> None:
+    def active(self, now: float, event: Active) -> None:
         """What an agent sees of the processes that a recovery may wait for."""
-        self.awaited.active(event)
+        self.awaited.active(now, event)
 
     def grow(self, now: float) -> None:
         """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""
@@ -579,7 +579,8 @@ class Recovery:
         self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no nodes")
-            self.job.timer("startup", self.job.config.startup_s)
+            # On one node alone, no other one ever comes.
+            self.job.timer("startup", self.job.config.startup_s if self.job.hosts else 0.0)
 
     # ---------------------------------------------------------------- restored -> resumed
 

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.core.bounds import Bounds
 from holdfast.core.decision import Decided, Report
+from holdfast.core.devices import FAILURES_MAX
 from holdfast.core.ids import MemberId
 from holdfast.core.job import Job
 from holdfast.core.ladder import Ladder
@@ -54,8 +55,13 @@ class Replacement:
         places = job.places(dead)
         homeless = next((m for m in dead if m.rank not in places), None)
         if homeless is not None:
-            return f"{homeless.node_id} of rank {homeless.rank} is gone, and no other node has a free slot"
+            gone = str(homeless.node_id) not in job.heard()
+            what = f"{homeless.node_id} of rank {homeless.rank} is gone" if gone else self._broken(homeless)
+            return f"{what}, and no other node has a free slot"
         return ""
+
+    def _broken(self, member: Member) -> str:
+        return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
 
     def _barred(self, living: Sequence[Member]) -> str:
         """Why nobody can be replaced, whoever is lost."""

@@ -154,6 +154,7 @@ CAUSE_OF: dict[FaultKind, str] = {
     "signal": "crash",
     "exit": "crash",
     "exception": "crash",
+    "device": "device",
     "startup": "crash",
     "hang": "hang",
     "silent": "hang",
