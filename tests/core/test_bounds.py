@@ -257,3 +257,28 @@ def test_a_job_that_is_suspended_as_a_whole_is_not_killed_for_that() -> None:
     job = with_a_newcomer()
     active(job, stopped=(0, 1, 2))
     assert job.sent(KillMember) == []
+
+
+def unkillable() -> Job:
+    """Rank 2 did not answer the fence, and does not die."""
+    job = fenced()
+    job.settle(0, "aborted", 5)
+    job.post(Tick(name="quiesce"), after_s=5.0)
+    job.post(Tick(name=f"kill:{job.members[2]}"), after_s=30.0)
+    return job
+
+
+def test_one_that_does_not_die_is_given_up_with_what_its_page_says() -> None:
+    """A process in an uninterruptible wait was given up as one that nothing is known of."""
+    job = unkillable()
+    (order,) = job.sent(KillMember)
+    assert order.given_up and order.member_id == job.members[2]
+    assert not any(r.kind == "planned" for r in job.records)
+    job.exit(2, "updating", 5)
+    assert job.record("planned")["step"] == 6, "its page proves it"
+
+
+def test_one_that_does_not_die_and_whose_agent_says_nothing_is_lost() -> None:
+    job = unkillable()
+    job.post(Tick(name=f"kill:{job.members[2]}"), after_s=5.0)
+    assert job.record("member_lost")["rank"] == 2 and job.record("planned")["step"] == 5

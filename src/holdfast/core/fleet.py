@@ -392,10 +392,22 @@ class Fleet:
             if member is not None and member.alive and kind == "failing":
                 self.job.time_out(member, "did not exit after its exception")
             elif member is not None and member.alive:
-                self._lose(now, member, "does not die; it is given up")
+                self._give_up(now, member)
         else:
             return False
         return True
+
+    def _give_up(self, now: float, member: Member) -> None:
+        """It was killed, and is still there. Its page lies in memory, and never changes again: its agent reads it."""
+        if member.given_up:  # its agent does not answer either
+            self._lose(now, member, "does not die; it is given up")
+            return
+        member.given_up = True
+        reason = "does not die; it is given up"
+        order = KillMember(member_id=member.member_id, node_id=member.node_id, reason=reason, given_up=True)
+        self.job.record("member_given_up", member_id=int(member.member_id), rank=member.rank)
+        self.job.send_node(member.node_id, order)
+        self.job.timer(f"kill:{member.member_id}", self.job.config.leave_s)
 
     def _beat(self, now: float) -> None:
         job = self.job

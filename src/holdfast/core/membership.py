@@ -62,6 +62,7 @@ class Member(msgspec.Struct, kw_only=True):
     may_end: bool = False  # it was told that nobody needs what it holds
     exited: MemberExited | None = None
     kill_reason: str = ""  # we ordered its death
+    given_up: bool = False  # it was killed and is still there: its agent is asked for what its page says
     hung_at_s: float = 0.0  # because it hangs, since then
     hung_in: str = ""  # where, when its own code is the reason
     is_excused: bool = False  # its death was ordered because of somebody else's fault

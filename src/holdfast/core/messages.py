@@ -412,13 +412,15 @@ class StartMembers(Message, frozen=True):
 
 class KillMember(Message, frozen=True):
     """SIGKILL a worker (and its process group); with ``grace_s`` > 0 SIGTERM first. ``silent``: it has not answered in
-    time; where it stands is told before, by ``Evidence``."""
+    time; where it stands is told before, by ``Evidence``. ``given_up``: it was killed long ago and does not die (an
+    uninterruptible wait): no code of it ever runs again, so what its page says is told as its end."""
 
     member_id: MemberId
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
     silent: bool = False
+    given_up: bool = False
 
 
 class EndRun(Message, frozen=True):

@@ -282,9 +282,8 @@ class AgentDaemon:
                 self._gone(member_id, pid, None, None, time.monotonic_ns())
 
     def _signalled(self, number: signal.Signals) -> None:
-        self._driver.post(
-            ExitRun(grace_s=self._settings.grace_s, source=f"{number.name} to the agent (pid {os.getpid()})")
-        )
+        source = f"{number.name} to the agent (pid {os.getpid()})"
+        self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source))
 
     # ------------------------------------------------------------ in
 
@@ -452,7 +451,9 @@ class AgentDaemon:
                 self._waiting = watched(self._start_when_written(message), self._driver.fail)
         elif isinstance(message, KillMember):
             kill = partial(self._procs.kill, message.member_id, message.grace_s)
-            if message.silent:
+            if message.given_up:
+                self._gone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns())
+            elif message.silent:
                 self._watcher.look_last(message.member_id, kill, self._driver.fail)
             else:
                 kill()
