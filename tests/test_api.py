@@ -24,6 +24,7 @@ PUBLIC = [
     "EverySeconds",
     "EverySteps",
     "FaultError",
+    "FrameworkError",
     "GroupError",
     "HoldfastError",
     "ImpureBlockError",

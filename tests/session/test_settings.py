@@ -64,7 +64,7 @@ def test_numbers_of_any_type_and_paths_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optional", [[2], None, "head.*", 5, {"a": 1, 2: 3}])
 def test_wrong_patterns_are_named(tmp_path: Path, optional: Any) -> None:
-    with pytest.raises(UsageError, match="not a list of patterns"):
+    with pytest.raises(UsageError, match="not a list of texts"):
         holdfast.load(tmp_path, nn.Linear(1, 1), optional=optional)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ def open_session(
     grace_s: float | None = None,
     memory: int | None = None,
     verify_block: int = 2000,
+    override: Iterable[str] = (),
 ) -> Session:
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
@@ -69,6 +70,9 @@ def open_session(
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         verify_block: steps between two checks that a block computes the same when it runs again (the first one of each
             process, too), else ImpureBlockError before the update; 0: none, for a block that cannot run twice.
+        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it sets them otherwise
+            than the script that wrote the checkpoint; of others, the checkpoint's stay in use, and both are told. A
+            learning rate that a schedule has moved stays moved by the same factor.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
@@ -88,7 +92,8 @@ def open_session(
     )  # fmt: skip
     extras = extras_of(state)
     _require_torch(model)
-    adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed)
+    taken = _names("session(override", override, "lr")
+    adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed, taken)
     return Session(adapter, extras, settings)
 
 
@@ -127,7 +132,7 @@ def load(
     from holdfast.store.root import find, repair_command
     from holdfast.store.validity import check_contents
 
-    patterns = _patterns(optional)
+    patterns = _names("load(optional", optional, "head.*")
     configure_logging()
     _require_torch(model)
     meant = find(path)
@@ -162,24 +167,33 @@ def load(
     return report
 
 
-def _patterns(optional: object) -> tuple[str, ...]:
-    """Checked argument of :func:`load`. Raises: UsageError."""
-    if isinstance(optional, Iterable) and not isinstance(optional, str):
-        patterns = tuple(optional)
-        if all(isinstance(pattern, str) for pattern in patterns):
-            return patterns
-    raise UsageError(f"load(optional={optional!r}): not a list of patterns", hint="optional=['head.*']")
+def _names(argument: str, value: object, example: str) -> tuple[str, ...]:
+    """A checked list of texts. Raises: UsageError."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        names = tuple(value)
+        if all(isinstance(name, str) for name in names):
+            return names
+    keyword = argument.partition("(")[2]
+    raise UsageError(f"{argument}={value!r}): not a list of texts", hint=f"{keyword}=[{example!r}]")
 
 
 def _torch_adapter(
-    model: Any, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    scaler: Any,
+    extras: dict[str, Any],
+    seed: int,
+    override: Sequence[str],
 ) -> Adapter:
     from holdfast.adapters.torch.adapter import TorchAdapter
     from holdfast.adapters.torch.groups import untouched
     from holdfast.adapters.torch.plain import PlainTorchAdapter
 
     kind = PlainTorchAdapter if untouched() else TorchAdapter
-    return kind(model, optimizer, scheduler, scaler, extras, seed)
+    adapter = kind(model, optimizer, scheduler, scaler, extras, seed)
+    adapter.state.declared.choose(override)
+    return adapter
 
 
 def configure_logging() -> None:

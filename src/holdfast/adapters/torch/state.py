@@ -45,6 +45,7 @@ from holdfast.adapters.torch.boxes import (
     refuse_undeclared,
     writes_of,
 )
+from holdfast.adapters.torch.declared import Declared
 from holdfast.adapters.torch.device import await_devices, devices_of, named_errors
 from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.hand_cut import HandCut
@@ -272,6 +273,7 @@ class TorchState:
         refuse_undeclared(self.names.parameters)
         self.optimizers = {n: OptimizerState(n, o, self.names.parameters) for n, o in optimizers.items()}
         self.schedulers = by_name(schedulers, "scheduler", has_state)
+        self.declared = Declared(optimizers, self.schedulers)
         self.scaler = scaler
         if scaler is not None and not has_state(scaler):
             raise UsageError(
@@ -340,6 +342,7 @@ class TorchState:
                 name: self._plain(f"scheduler.{name}", scheduler, plain, out)
                 for name, scheduler in self.schedulers.items()
             },
+            "declared": self.declared.values(),
             "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, plain, out),
             "state": {
                 name: split(self._extra(name, item, known), f"state.{name}", out.add)
@@ -391,7 +394,10 @@ class TorchState:
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another shape.
         """
-        return Restore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
+        finish = self.declared.compare(values.get("declared"), shown=place[0] == 0)
+        restore = Restore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
+        restore.then(finish)
+        return restore
 
 
 class Restore:
@@ -436,6 +442,10 @@ class Restore:
             else:
                 self._load("scaler", state.scaler, values["scaler"])
         self._prepare_extras(values["state"])
+
+    def then(self, what: Callable[[], None]) -> None:
+        """One thing more when all is in place."""
+        self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
         if set(ours) != set(saved):
