@@ -26,7 +26,7 @@ from holdfast.adapters.torch.rendezvous import ControlStore
 from holdfast.adapters.torch.works import is_bug
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import KvReply, KvRequest
-from holdfast.errors import GroupError, UnsupportedError
+from holdfast.errors import GroupError
 from holdfast.runtime.flight import Flight
 from holdfast.runtime.kv import KvServer
 
@@ -135,14 +135,19 @@ for asked in ({}, {"TORCH_NCCL_ENABLE_MONITORING": "1"}):
     assert (done.returncode, done.stdout) == (0, "0 0 0\n0 1 0\n"), done.stderr
 
 
-def test_another_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_groups_of_another_torch_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def helper(size: int, backend: str) -> None:
         """A torch that makes groups in another way."""
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
-    with pytest.raises(UnsupportedError, match=str(torch.__version__).replace("+", r"\+")):
+    monkeypatch.setattr(groups, "_untouched", [])
+    for _ in range(2):
         groups.install()
-    assert not groups.installed()
+    assert not groups.installed() and "_new_process_group_helper" in groups.untouched()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"torch {torch.__version__}: " in line and "all workers start again after a fault" in line
 
 
 def test_this_torch_is_the_one_known() -> None:

@@ -19,7 +19,17 @@ pytestmark = pytest.mark.torch
 
 PACKAGE = Path(holdfast.__file__).parent
 FOLDERS = ("adapters/torch", "drill", "session", "runtime", "cli")
-OF_PYTHON = {"_Environ", "_asdict", "_exit", "_fields", "_getframe", "_replace", "_run_exitfuncs", "_value_"}
+OF_PYTHON = {
+    "_Environ",
+    "_asdict",
+    "_current_frames",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_replace",
+    "_run_exitfuncs",
+    "_value_",
+}
 OF_OTHERS = {"_StorageInfo"}  # a name in the metadata of DCP, never looked up in torch
 
 

@@ -85,6 +85,8 @@ def install() -> None:
     stand_in = standin.current()
     if stand_in is not None:
         install_stand_in(stand_in)
+    if installed():
+        return
     atexit.register(fabric().leave)
     outlive_peers()
     install_rendezvous()
