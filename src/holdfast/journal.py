@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Protocol, Self
 
 import msgspec
 import xxhash
@@ -33,6 +33,7 @@ ROOM_LOOK_S = 0.2
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
 _TAIL_SIZE_BYTES = 64 * 1024
+_BLOCK_SIZE_BYTES = 1024 * 1024
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -101,6 +102,10 @@ class Follower:
         self._offset = 0
         self._line = 0
 
+    def skip_to(self, offset: int) -> None:
+        """Begin with the line at this offset."""
+        self._offset = offset
+
     def poll(self) -> Iterator[Event]:
         """Events of the lines that were completed since the last call, one after the other: a log may be long."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -116,6 +121,45 @@ class Follower:
                 yield event
 
 
+def read_since(path: Path, kind: str) -> Iterator[Event]:
+    """The events from the newest one of this kind on; all, where there is none. A log may be much longer than that."""
+    follower = Follower(path)
+    follower.skip_to(_last_of(path, kind))
+    return follower.poll()
+
+
+def _last_of(path: Path, kind: str) -> int:
+    """Offset of the newest sound line of this kind; 0 where there is none."""
+    needle = b'"kind":' + msgspec.json.encode(kind)
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return 0
+    with file:
+        end, rest = file.seek(0, os.SEEK_END), b""  # rest: the end of a line that begins in an earlier block
+        while end > 0:
+            start = max(0, end - _BLOCK_SIZE_BYTES)
+            file.seek(start)
+            data = file.read(end - start) + rest
+            cut = data.find(b"\n") + 1 if start else 0
+            if (at := _last_sound(data[cut:], needle)) >= 0:
+                return start + cut + at
+            end, rest = start, data[:cut]
+    return 0
+
+
+def _last_sound(lines: bytes, needle: bytes) -> int:
+    """Where the last sound line with ``needle`` begins; -1: in none of them."""
+    at = len(lines)
+    while (at := lines.rfind(needle, 0, at)) >= 0:
+        first, last = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
+        if last >= 0:
+            with contextlib.suppress(ProtocolError):
+                decode_line(lines[first:last])
+                return first
+    return -1
+
+
 def _whole_line(file: BinaryIO) -> bytes:
     """The next line; an empty one in place of one that is longer than any event, nothing when it is not complete."""
     piece = file.readline(LINE_SIZE_BYTES_MAX)
@@ -125,6 +169,21 @@ def _whole_line(file: BinaryIO) -> bytes:
     if not piece.endswith(b"\n"):
         return b""
     return b"\n" if too_long else piece
+
+
+class Said(NamedTuple):
+    """When an event was said, on the clocks of :class:`Event`."""
+
+    t_wall: float
+    t_mono: float
+
+
+class Log(Protocol):
+    """What takes events."""
+
+    def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> object:
+        """Write one event; with ``durable`` to the disk."""
+        ...
 
 
 class Journal:
@@ -156,8 +215,10 @@ class Journal:
         """Close the file."""
         os.close(self._fd)
 
-    def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> Event:
-        """Write one event; with ``durable`` it is on the disk before this returns.
+    def append(
+        self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
+    ) -> Event:
+        """Write one event; with ``durable`` it is on the disk before this returns. ``said``: None for now.
 
         Raises:
             OSError: the disk is full (for ``room_wait_s``) or gone; nothing half-written stays.
@@ -166,19 +227,18 @@ class Journal:
         until_s = time.monotonic() + self.room_wait_s
         while True:
             try:
-                return self._append(kind, data, durable)
+                return self._append(kind, data, durable, said)
             except OSError as error:
                 if error.errno not in NO_ROOM or time.monotonic() >= until_s:
                     raise
             time.sleep(ROOM_LOOK_S)
 
-    def _append(self, kind: str, data: Mapping[str, Field], durable: bool) -> Event:
+    def _append(self, kind: str, data: Mapping[str, Field], durable: bool, said: Said | None) -> Event:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             self._catch_up()
-            event = Event(
-                SCHEMA_VERSION, self._seq + 1, time.time(), time.monotonic(), self.who, kind, dict(data)
-            )
+            at = said or Said(time.time(), time.monotonic())
+            event = Event(SCHEMA_VERSION, self._seq + 1, *at, self.who, kind, dict(data))
             line = encode_line(event)
             if len(line) > LINE_SIZE_BYTES_MAX:
                 raise ProtocolError(f"an event {kind!r} of {len(line)} bytes is too long for the event log")

@@ -37,6 +37,7 @@ def test_what_the_page_says_is_told_while_the_process_is_still_there(tmp_path: P
         order = KillMember(member_id=MEMBER, node_id=NodeId("node0"), reason="a test", given_up=True)
         daemon._act(order)
         daemon._journal.close()
+        daemon._council._mirror.close()
 
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -7,10 +7,11 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from holdfast.core.history import Past
-from holdfast.core.messages import JoinAsked, Joined, Message, StateOffered
+from holdfast.core.history import SNAPSHOT, Past
+from holdfast.core.messages import JoinAsked, Joined, Message, Record, StateOffered
 from holdfast.core.sightings import Vouched
 from holdfast.exits import Exit
 from holdfast.sim.faults import SimFault, random_faults
@@ -168,6 +169,22 @@ def test_the_past_is_what_the_records_say() -> None:
     assert [s.member_id for s in past.seats] == [9, 10, 11, 12]
     assert [a.action for a in past.answered] == ["restart_last_gasp", "restart_last_gasp"]
     assert past.step > 0 and past.session and past.opened and past.released
+
+
+@pytest.mark.parametrize("seed", [5, 7, 12])
+def test_a_reader_may_begin_at_a_snapshot(seed: int) -> None:
+    records = simulate(seed).records
+    whole, before = Past.read(records), Past()
+    for number, record in enumerate(records):
+        before = before.after(record)
+        if number % 5 == 0:
+            data = {**before.snapshot(100.0).data, "read_s": 130.0}
+            behind = Past.read([Record(kind=SNAPSHOT, data=data), *records[number + 1 :]])
+            shifted = len(before.answered)
+            moved = [a.at_s + 30.0 for a in before.answered]
+            assert [a.at_s for a in behind.answered[:shifted]] == pytest.approx(moved)
+            assert msgspec.structs.replace(behind, answered=()) == msgspec.structs.replace(whole, answered=())
+            assert behind.answered[shifted:] == whole.answered[shifted:]
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

@@ -51,7 +51,7 @@ ROOM_WAIT_S = 120.0  # as long as for a node
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
 HINT = "next: "
-ASKED = "asked to exit"
+NOWHERE = "nowhere to run"
 NEXT = {
     Exit.FAILED: "read the traceback: holdfast logs {run}",
     Exit.USAGE: "holdfast run --help",
@@ -340,7 +340,7 @@ class Launcher:
             say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
-            if code is Exit.REQUEUE and not view.reason.startswith(ASKED):
+            if code is Exit.REQUEUE and NOWHERE in view.reason:
                 say(f"  why: {first_line(view.reason)}")
             if code is Exit.REQUEUE:
                 say(f"  next: {again(view)}")

@@ -21,6 +21,8 @@ from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.messages import Field, Record
 from holdfast.core.policy import STOP_CODE, Action, Answered, Verdict
 
+SNAPSHOT = "snapshot"
+
 
 class Seat(msgspec.Struct, frozen=True):
     """A member of the newest generation that was started."""
@@ -64,10 +66,17 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
         """Fold the records of a run, oldest first."""
         past = Past()
         for record in records:
-            fold = _FOLDS.get(record.kind)
-            if fold is not None:
-                past = msgspec.structs.replace(past, **fold(past, record.data))
+            past = past.after(record)
         return past
+
+    def after(self, record: Record) -> Past:
+        """With one record more."""
+        fold = _FOLDS.get(record.kind)
+        return self if fold is None else msgspec.structs.replace(self, **fold(self, record.data))
+
+    def snapshot(self, now: float) -> Record:
+        """All of it as one record, with which a reader may begin. ``now`` is on the clock of ``Answered.at_s``."""
+        return Record(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
 
 
 Data = dict[str, Field]
@@ -182,6 +191,15 @@ def _sealed(past: Past, data: Data) -> Changes:
     return {"sealed_step": max(past.sealed_step, step), "sealed_last": last}
 
 
+def _snapshot(past: Past, data: Data) -> Changes:
+    """Times are those of the clock on which it was written at ``at_s``, and is read at ``read_s``."""
+    whole = msgspec.json.decode(str(data["past"]), type=Past)
+    at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
+    assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data
+    answered = tuple(msgspec.structs.replace(each, at_s=each.at_s + read_s - at_s) for each in whole.answered)
+    return {name: getattr(whole, name) for name in Past.__struct_fields__} | {"answered": answered}
+
+
 def _device_failed(past: Past, data: Data) -> Changes:
     failure = DeviceFailure(
         node_id=NodeId(str(data["node"])),
@@ -203,6 +221,7 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "session_opened": _opened,
     "sealed": _sealed,
     "device_failed": _device_failed,
+    SNAPSHOT: _snapshot,
     "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
     "exit_agreed": lambda past, data: {"agreed_step": _int(data, "step")},

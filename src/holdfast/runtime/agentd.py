@@ -27,7 +27,6 @@ from holdfast.core.election import Kept
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.messages import (
     Ack,
-    Assignment,
     Command,
     ExitRun,
     Finish,
@@ -47,7 +46,7 @@ from holdfast.core.messages import (
 )
 from holdfast.core.page import Word
 from holdfast.core.sightings import Gather, ShowRecords
-from holdfast.core.spares import ANY_RANK, BuildSpare, Called, CallSpare, is_spare
+from holdfast.core.spares import BuildSpare, Called, CallSpare, is_spare
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.exits import Exit
 from holdfast.journal import ROOM_WAIT_S, Journal
@@ -73,9 +72,10 @@ from holdfast.runtime.procs import (
 )
 from holdfast.runtime.remains import Remains
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
+from holdfast.runtime.scribe import Scribe
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import leave_probe, share_checkpoints
-from holdfast.runtime.spawn import Order, free_port, log_root, worker_env, worker_log
+from holdfast.runtime.spawn import Order, free_port, log_root, spare_order, worker_env, worker_log
 from holdfast.runtime.watch import Watcher
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -102,8 +102,8 @@ class AgentDaemon:
         settings: RunSettings,
         kept: Kept,
         kv: KvServer,
-        journal: Journal,
-        mirror: Journal,
+        journal: Scribe,
+        mirror: Scribe,
     ) -> None:
         self._run = run
         self._settings = settings
@@ -120,6 +120,7 @@ class AgentDaemon:
         self._buddies: Buddies | None = None
         self._keys = Keys(self._node_id, kv, self._reply, self._send_peer)
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
+        journal.fail = mirror.fail = self._driver.fail
         self._procs = Processes(
             run,
             self._settings,
@@ -166,7 +167,7 @@ class AgentDaemon:
         """
         settings = with_interfaces(RunSettings.load(run.path))
         writers = (f"agent {settings.node}", "controller")
-        logs = [Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S) for who in writers]
+        logs = [Scribe(Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S)) for who in writers]
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:
@@ -199,6 +200,7 @@ class AgentDaemon:
                 self._journal.append(
                     "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
                 )
+                self._journal.flush()
                 failure.result()
         watching.cancel()
         if self._buddies is not None:
@@ -526,23 +528,6 @@ class AgentDaemon:
             )
         )
         self._started(seat.member_id, life.pid)
-
-
-def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
-    """A process that knows no generation of its own yet."""
-    place = build.rank if build.rank != ANY_RANK else build.world_size - 1
-    return Order(
-        Assignment(build.member_id, place, build.local_rank),
-        build.generation,
-        build.world_size,
-        attempt=0,
-        restart_count=0,
-        resume="",
-        join=True,
-        master_host="",
-        master_port=settings.master_port or free_port(),
-        spare="any" if build.rank == ANY_RANK else "fixed",
-    )
 
 
 def committed_step(run: RunDir) -> int:

@@ -21,7 +21,7 @@ from holdfast import journal as event_log
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.council import StandDown
-from holdfast.core.history import Past
+from holdfast.core.history import SNAPSHOT, Past
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.layouts import Layouts
 from holdfast.core.messages import (
@@ -42,7 +42,7 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import InternalError, StateError
 from holdfast.exits import Exit
-from holdfast.journal import Event, Journal
+from holdfast.journal import Event, Journal, Said
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver, watched
@@ -62,6 +62,8 @@ UNSEEN_QUIESCE_S = 60.0
 NODE_ADOPTION_S = 3.0
 SAME_CLOCK_NS = 50_000_000
 PROBE_S = 10.0  # a file that one node made shows up on the others within this, if they share the directory
+SNAPSHOT_LINES = 10_000
+SNAPSHOT_LENGTH_MAX = event_log.LINE_SIZE_BYTES_MAX // 2  # its quotes are escaped
 LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 
 
@@ -100,21 +102,49 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
     return msgspec.structs.replace(config, beat_s=BEAT_S, lost_s=NODE_LOST_S, adoption_s=NODE_ADOPTION_S)
 
 
-class MirroredLog(Journal):
-    """The controller's log; every line has a number, and ``on_line`` sees it before the caller goes on."""
+class ControllerLog(Journal):
+    """The controller's log. Now and then all that a successor has to know of it becomes one line: nobody reads more.
 
-    def number(self, term: int, on_line: Callable[[Mirror], None]) -> None:
-        """Count the lines of this term from now on."""
+    With several nodes each line has a number, and ``on_line`` sees it before the caller goes on.
+    """
+
+    def begin(self, past: Past, lines: int, term: int, on_line: Callable[[Mirror], None] | None) -> None:
+        """Go on behind ``past``, which lies in so many lines."""
+        self._past, self._since = past, lines
         self._term, self._count, self._on_line = term, 0, on_line
 
-    def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> Event:
+    def append(
+        self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
+    ) -> Event:
         """Write one line, then show it."""
+        event = self._show(kind, data, durable, said)
+        self._past = self._past.after(Record(kind=kind, data=dict(data)))
+        self._since += 1
+        if self._since >= SNAPSHOT_LINES:
+            self._since = 0
+            snapshot = self._past.snapshot(time.monotonic())
+            if len(str(snapshot.data["past"])) <= SNAPSHOT_LENGTH_MAX:
+                self.append("snapshot", snapshot.data)
+        return event
+
+    def _show(self, kind: str, data: Mapping[str, Field], durable: bool, said: Said | None) -> Event:
+        if self._on_line is None:
+            return super().append(kind, data, durable=durable, said=said)
         self._count += 1
         numbered = {**data, "line": f"{self._term}.{self._count}"}
-        event = super().append(kind, numbered, durable=durable)
+        event = super().append(kind, numbered, durable=durable, said=said)
         body = msgspec.json.encode(numbered)
         self._on_line(Mirror(term=self._term, number=self._count, kind=kind, data=body))
         return event
+
+
+def in_time_of(event: Event, wall_s: float, mono_s: float) -> float:
+    """When an event of this node's log was said, on the monotonic clock that shows ``mono_s`` now.
+
+    Steps of the wall clock are none of ours; it counts only where the machine was started again in between.
+    """
+    age_s = mono_s - event.t_mono
+    return mono_s - (age_s if age_s >= 0 else max(0.0, wall_s - event.t_wall))
 
 
 class ControllerDaemon:
@@ -141,8 +171,8 @@ class ControllerDaemon:
         Raises:
             HoldfastError: the machine, the journal or the store broke; the agent starts another term.
         """
-        past = self._read_past()
-        log = self._log = self._open_log()
+        log, past = self._open_log()
+        self._log = log
         log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
         kept = load_kept(self._run)
         voters = kept.electorate.voters if kept.electorate is not None else ()
@@ -182,27 +212,23 @@ class ControllerDaemon:
         self._run.remove_endpoint("controller")
         log.close()
 
-    def _read_past(self) -> Past:
-        """What earlier controllers wrote, as times of this machine's clock."""
-        since_s = time.time() - time.monotonic()
-        records = []
-        for event in event_log.read(self._run.journal).events:
+    def _open_log(self) -> tuple[ControllerLog, Past]:
+        """The log, and what earlier controllers wrote, as times of this machine's clock."""
+        wall_s, mono_s = time.time(), time.monotonic()
+        past, lines = Past(), 0
+        for event in event_log.read_since(self._run.journal, SNAPSHOT):
             if event.who != "controller":
                 continue
-            at = {"at_s": event.t_wall - since_s} if "at_s" in event.data else {}
-            records.append(Record(kind=event.kind, data={**event.data, **at}))
+            at_s = in_time_of(event, wall_s, mono_s)
+            at = {"read_s" if event.kind == SNAPSHOT else "at_s": at_s} if "at_s" in event.data else {}
+            past, lines = past.after(Record(kind=event.kind, data={**event.data, **at})), lines + 1
             term, number = line_of(event)
             if term:
                 data = msgspec.json.encode(event.data)
                 self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
-        return Past.read(records)
-
-    def _open_log(self) -> Journal:
-        kind = MirroredLog if self._settings.several else Journal
-        log = kind.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
-        if isinstance(log, MirroredLog):
-            log.number(self._term, self._show)
-        return log
+        log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
+        log.begin(past, lines, self._term, self._show if self._settings.several else None)
+        return log, past
 
     def _show(self, line: Mirror) -> None:
         self._lines.append(line)

@@ -33,6 +33,7 @@ from holdfast.core.council import (
     WitnessSaid,
 )
 from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.history import SNAPSHOT
 from holdfast.core.ids import NodeId
 from holdfast.core.membership import node_order
 from holdfast.core.messages import (
@@ -47,11 +48,12 @@ from holdfast.core.messages import (
 )
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.exits import Exit
-from holdfast.journal import Journal
+from holdfast.journal import Log
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.peers import Peers
 from holdfast.runtime.reach import ControllerLink
 from holdfast.runtime.rundir import Endpoint, RunDir, write_private
+from holdfast.runtime.scribe import Scribe
 from holdfast.runtime.settings import RunSettings
 from holdfast.store.opening import open_store
 from holdfast.store.place import Place, Url, place_of
@@ -79,7 +81,7 @@ def load_kept(run: RunDir) -> Kept:
 
 def last_line(run: RunDir) -> tuple[int, int]:
     """(term, number) of the newest line of a controller in this node's event log."""
-    lines = (line_of(event) for event in event_log.read(run.journal).events)
+    lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
     return max(lines, default=(0, 0))
 
 
@@ -106,8 +108,8 @@ class Council:
         run: RunDir,
         settings: RunSettings,
         kept: Kept,
-        journal: Journal,
-        mirror: Journal,
+        journal: Log,
+        mirror: Scribe,
         post: Callable[[Message], None],
         *,
         on_kv: Callable[[NodeId, KvForward | KvBack], None],
@@ -272,6 +274,7 @@ class Council:
             self._send(command)
         elif isinstance(command, StartController):
             self._journal.append("elected", {"term": command.term, "node": self._me}, durable=True)
+            self._mirror.flush()  # it reads what this node has of the log
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
             self._link.follow(command.lead.host, command.lead.port)
@@ -280,6 +283,7 @@ class Council:
             self._link.kill_local()
         elif isinstance(command, GiveUp):
             self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
+            self._mirror.flush()
             self._link.start(self._kept.term, lambda endpoint: None, alone=True)
         elif isinstance(command, Claim):
             self._spawn(self._claim(command))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from holdfast.core.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
 from holdfast.errors import InternalError
-from holdfast.journal import Journal
+from holdfast.journal import Log
 
 
 def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> asyncio.Task[None]:
@@ -49,7 +49,7 @@ class Driver:
         execute: carries out every command that is neither record nor timer; it may call :meth:`post`.
     """
 
-    def __init__(self, machine: Machine, journal: Journal, execute: Callable[[Command], None]) -> None:
+    def __init__(self, machine: Machine, journal: Log, execute: Callable[[Command], None]) -> None:
         self.machine = machine
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._journal = journal

@@ -17,7 +17,7 @@ from holdfast.core.council import VERSION_LENGTH_MAX, Peer, PeerHello, PeerList,
 from holdfast.core.ids import NodeId
 from holdfast.core.membership import node_order
 from holdfast.errors import AuthError, ProtocolError, UsageError
-from holdfast.journal import Journal
+from holdfast.journal import Log
 from holdfast.release import VERSION
 from holdfast.runtime.addresses import endpoint, family_of, split_endpoint
 from holdfast.runtime.channel import Channel, Hub
@@ -50,7 +50,7 @@ class Peers:
         self,
         run: RunDir,
         settings: RunSettings,
-        journal: Journal,
+        journal: Log,
         *,
         on_message: Callable[[NodeId, PeerMessage], None],
         on_here: Callable[[NodeId], None],

@@ -25,7 +25,7 @@ from holdfast.core.ids import MemberId
 from holdfast.core.page import Phase, Word
 from holdfast.core.spares import ANY_RANK
 from holdfast.errors import ProtocolError
-from holdfast.journal import Journal
+from holdfast.journal import Log
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.fading import Fading
@@ -91,7 +91,7 @@ class Processes:
         self,
         run: RunDir,
         settings: RunSettings,
-        journal: Journal,
+        journal: Log,
         *,
         on_started: Callable[[MemberId, int], None],
         on_exited: Callable[[MemberId, int, int | None, int | None, int], None],

@@ -21,7 +21,7 @@ from holdfast.core.messages import (
     Message,
 )
 from holdfast.errors import ProtocolError
-from holdfast.journal import Journal
+from holdfast.journal import Log
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.pids import kill_if, serves
@@ -49,7 +49,7 @@ class ControllerLink:
     def __init__(
         self,
         run: RunDir,
-        journal: Journal,
+        journal: Log,
         post: Callable[[Message], None],
         *,
         silent_s: float,

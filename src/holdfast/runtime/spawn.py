@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Assignment
+from holdfast.core.spares import ANY_RANK, BuildSpare
 from holdfast.runtime.addresses import family_of
 from holdfast.runtime.rundir import RunDir, error_path, log_path, open_log
 from holdfast.runtime.settings import RunSettings
@@ -153,6 +154,23 @@ def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
         "RANK_SIZE": str(order.world_size),
         "DEVICE_ID": str(settings.device_ids[order.assignment.local_rank]),
     }
+
+
+def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
+    """A process that knows no generation of its own yet."""
+    place = build.rank if build.rank != ANY_RANK else build.world_size - 1
+    return Order(
+        Assignment(build.member_id, place, build.local_rank),
+        build.generation,
+        build.world_size,
+        attempt=0,
+        restart_count=0,
+        resume="",
+        join=True,
+        master_host="",
+        master_port=settings.master_port or free_port(),
+        spare="any" if build.rank == ANY_RANK else "fixed",
+    )
 
 
 def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:

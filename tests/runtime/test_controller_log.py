@@ -1,0 +1,78 @@
+"""What a controller reads of a log that may be months long, and on which clock."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import journal
+from holdfast.core.history import SNAPSHOT, Past
+from holdfast.core.messages import Field, Mirror
+from holdfast.journal import Event, Journal, Said
+from holdfast.runtime import controllerd
+from holdfast.runtime.controllerd import ControllerDaemon, ControllerLog, in_time_of
+from holdfast.runtime.council import last_line
+from holdfast.runtime.settings import RunSettings
+from tests.runtime.runs import Run
+
+VERDICT: dict[str, Field] = {
+    "action": "replace", "step": 5, "digests": [], "failed_steps": [], "occurrences": [], "counts": True,
+    "reason": "", "evidence": [], "memory_step": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [64, 300, 1 << 20])
+def test_a_log_is_read_from_its_newest_sound_snapshot_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(journal, "_BLOCK_SIZE_BYTES", block)
+    path = tmp_path / "events.jsonl"
+    assert list(journal.read_since(path, "mark")) == []
+    log = Journal.open(path, "a")
+    for number in range(40):
+        log.append("mark" if number in (7, 20, 33) else "tick", {"number": number, "text": '"kind":"mark"'})
+    log.close()
+    assert [e.data["number"] for e in journal.read_since(path, "mark")] == list(range(33, 40))
+    assert [e.data["number"] for e in journal.read_since(path, "none")] == list(range(40))
+    data = path.read_bytes()
+    at = data.rindex(b'"kind":"mark"')
+    path.write_bytes(data[: at + 9] + b"q" + data[at + 10 :])
+    assert next(iter(journal.read_since(path, "mark"))).data["number"] == 20, "that one is damaged"
+
+
+def test_a_successor_reads_from_the_newest_snapshot_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After four million lines no controller could be replaced any more."""
+    monkeypatch.setattr(controllerd, "SNAPSHOT_LINES", 10)
+    run = Run(tmp_path).dir
+    shown: list[Mirror] = []
+    log = ControllerLog.open(run.journal, "controller")
+    log.begin(Past(), 0, 1, shown.append)
+    answered_s = time.monotonic()
+    log.append("verdict", {**VERDICT, "at_s": answered_s})
+    for number in range(24):
+        log.append("planned", {"step": number})
+    log.close()
+    events = journal.read(run.journal).events
+    assert [e.kind for e in events].count(SNAPSHOT) == 2 and len(events) == len(shown) == 27
+    assert last_line(run) == (1, 27)
+
+    successor = ControllerDaemon.__new__(ControllerDaemon)
+    successor._run, successor._term, successor._lines = run, 2, []
+    successor._settings = RunSettings.load(run.path)
+    log, past = successor._open_log()
+    log.close()
+    assert past.step == 23 and [a.step for a in past.answered] == [5]
+    assert past.answered[0].at_s == pytest.approx(answered_s, abs=5.0), "on this machine's clock"
+    assert len(successor._lines) == 7, "the snapshot, and what follows"
+
+
+def test_a_step_of_the_wall_clock_moves_no_fault() -> None:
+    """A step of NTP between two controllers moved all faults out of the budget's window, or into it for good."""
+    event = Event(1, 1, *Said(1_000_000.0, 500.0), "controller", "verdict", {})
+    for wall_s in (1_000_060.0, 900_000.0, 2_000_000.0):
+        assert in_time_of(event, wall_s, 560.0) == 500.0
+    assert in_time_of(event, 1_000_060.0, 10.0) == -50.0, "the machine was started again"
