@@ -9,20 +9,20 @@ import pytest
 from holdfast.core.decision import Decided
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.membership import Member
-from holdfast.core.memory import kept_by, newest_complete, replacement_step
+from holdfast.core.memory import kept_by, newest_complete, replacement_step, replayed
 from holdfast.core.messages import MemberExited, Settled
 
 GENERATION = Generation(1, 2)
 
 
-def seat(rank: int, kept: tuple[int, ...] | None) -> Member:
-    """A member; with ``kept`` it is dead and has left these states."""
+def seat(rank: int, kept: tuple[int, ...] | None, replays: tuple[int, ...] = ()) -> Member:
+    """A member; with ``kept`` it is dead and has left these states, and a log that leads to ``replays``."""
     member = Member(member_id=MemberId(rank + 1), rank=rank, local_rank=rank, node_id=NodeId("node0"))
     if kept is not None:
         member.alive = False
         member.exited = MemberExited(
             member_id=member.member_id, node_id=member.node_id, generation=GENERATION, code=None, signal=9,
-            state="compute", step=6, kept=kept,
+            state="compute", step=6, kept=kept, replays=replays,
         )  # fmt: skip
     return member
 
@@ -79,3 +79,28 @@ def test_a_member_that_says_nothing_keeps_nothing() -> None:
     assert kept == {0: {5}, 1: frozenset(), 2: {4, 5}}
     assert newest_complete(kept, 9) == -1
     assert newest_complete({}, 9) == -1
+
+
+@pytest.mark.parametrize(
+    ("dead", "step", "sources", "found"),
+    [
+        ([((4,), (5, 6))], 6, (0, 1), True),
+        ([((4,), (5,))], 6, (0, 1), False),  # it died before it had logged what all others have applied
+        ([((4,), (5, 6)), ((6,), ())], 6, (0, 1), True),  # one has left the very state
+        ([((4,), (5, 6)), ((5,), ())], 6, (0, 1), False),
+        ([((6,), ()), ((6,), ())], 6, (0, 1), False),  # nothing has to be made again
+        ([((4,), (5, 6))], 6, (), False),  # nobody has what is not in a log
+        ([((4,), (5, 6))], None, (0, 1), False),
+        ([], 6, (0, 1), False),
+    ],
+)
+def test_updates_are_made_again_where_every_lost_rank_has_them(
+    dead: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    step: int | None,
+    sources: tuple[int, ...],
+    found: bool,
+) -> None:
+    members = [seat(0, None), seat(1, None)]
+    members += [seat(2 + n, kept, replays) for n, (kept, replays) in enumerate(dead)]
+    decided = Decided(step=step, direction="none", in_doubt=0, sources=sources, sound=True, evidence=())
+    assert replayed(decided, members, answers((4,), (4,)), {}) == found

@@ -20,13 +20,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
 
-    def run(layout: str, ranks: int = RANKS) -> Result:
-        name = f"bare-{layout}-{ranks}"
+    def run(layout: str, ranks: int = RANKS, *more: str) -> Result:
+        name = f"bare-{layout}-{ranks}{''.join(more)}"
         result, done = shared / name, shared / f"{name}.done"
         with (shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout)
+                what = ("--steps", str(STEPS), "--result", str(result), "--bare", "--layout", layout, *more)
                 assert statuses(ranks, JOB, *what) == [0] * ranks
                 done.touch()
         return Result(0, "", result)

@@ -125,6 +125,13 @@ def gradients(run: nn.Module, wrapped: nn.Module, batch: Any) -> None:
             loss.backward()
 
 
+def clamp(net: Net) -> None:
+    """Change the weights behind the optimizer's back."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+
 def digest(net: Net, optimizer: torch.optim.Optimizer, lr: float, *, buffers: bool) -> str:
     """Weights, optimizer state, learning rate (and buffers) of this rank."""
     total = xxhash.xxh3_128(repr(lr).encode())
@@ -150,6 +157,8 @@ class Faults:
         self.torn = f"fault-{arguments.tear.partition('@')[0]}" if arguments.tear else ""
         self.die_copying = self._at(arguments.die_copying, rank)
         self.rot = arguments.rot
+        self.rot_log = arguments.rot_log
+        self.clamp = arguments.clamp
 
     def _at(self, spec: str, rank: int) -> int:
         at_rank, _, step = spec.partition("@")
@@ -164,7 +173,9 @@ class Faults:
         if step == self.die and not marker.exists():
             marker.write_text("")
             if self.rot:
-                self._flip_bits()
+                self._flip_bits("memory", 4096)
+            if self.rot_log:
+                self._flip_bits("updates", 4096 + 64)
             os.kill(os.getpid(), 9)
         if step == self.die_copying and not marker.exists():
             marker.write_text("")
@@ -178,23 +189,23 @@ class Faults:
 
     def _die_copying(self) -> None:
         """In the middle of the next state that is kept in memory."""
-        copy, boxes = memory._copy, iter(range(3))
+        copy, boxes = memory.copy_hashed, iter(range(3))
 
         def copy_or_die(data: memoryview, goal: memoryview) -> int:
             if next(boxes, None) is None:
                 os.kill(os.getpid(), 9)
             return copy(data, goal)
 
-        memory._copy = copy_or_die
+        memory.copy_hashed = copy_or_die
 
-    def _flip_bits(self) -> None:
-        """One in each state of this rank that is kept in memory."""
+    def _flip_bits(self, kind: str, at: int) -> None:
+        """One in each state, or in the log, of this rank that is kept in memory."""
         pages = Path(os.environ["HOLDFAST_RUN_DIR"]) / "pages"
-        for path in pages.glob(f"memory-{int(os.environ['RANK']):05d}-*"):
+        for path in pages.glob(f"{kind}-{int(os.environ['RANK']):05d}*"):
             with path.open("r+b") as file:
-                file.seek(4096)
+                file.seek(at)
                 byte = file.read(1)[0]
-                file.seek(4096)
+                file.seek(at)
                 file.write(bytes([byte ^ 16]))
 
     def run_late(self, step: int, marker: Path) -> None:
@@ -235,13 +246,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default=None)
     for name in ("--save-every", "--memory"):
         parser.add_argument(name, type=int, default=None)
-    for name in ("--bare", "--rot", "--compiled"):
+    for name in ("--bare", "--rot", "--rot-log", "--compiled", "--sgd", "--hook"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--cut", default="")
     parser.add_argument("--die", default="")
     parser.add_argument("--die-late", default="")
     parser.add_argument("--tear", default="")
-    parser.add_argument("--die-all", type=int, default=-1)
+    for name in ("--die-all", "--clamp"):
+        parser.add_argument(name, type=int, default=-1)
     parser.add_argument("--die-copying", default="")
     parser.add_argument("--ask-exit", default="")
     return parser.parse_args()
@@ -256,7 +268,11 @@ def main() -> None:
         dist.init_process_group("gloo")
     net, wrapped = build(arguments.layout, world)
     run: Any = torch.compile(wrapped, backend=counting) if arguments.compiled else wrapped
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if arguments.sgd:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    if arguments.hook:  # no log holds what it may change
+        optimizer.register_step_pre_hook(lambda *_: None)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     data = Noisy(EPOCH_STEPS * BATCH * world, 0 if arguments.bare else None)
     sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, seed=SEED)
@@ -280,6 +296,8 @@ def main() -> None:
                 if step < arguments.steps:
                     reseed(SEED, rank, step)
                     update(batch)
+                    if step == arguments.clamp:
+                        clamp(net)
                     step += 1
     else:
         faults = Faults(arguments, rank)
@@ -299,6 +317,8 @@ def main() -> None:
                 with step_ as batch:
                     faults.run(step_.number, marker)
                     update(batch, partial(faults.run_late, step_.number, marker))
+                if step_.committed and step_.number == faults.clamp:
+                    clamp(net)
     # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
     text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
     facts = {"digest": text, "pid": os.getpid(), "before": before, "after": identity(wrapped)}

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Settle, StateOffered, StateRefused
+from holdfast.errors import StateError
 from holdfast.runtime.handover import fetch
 from holdfast.session.handover import Giver
 from holdfast.store.values import decode_mapping
@@ -32,6 +33,9 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         found = fetch({0: (offer.host, offer.port)}, [], run.token(), (0,))
         return decode_mapping(found, "values")["collected"]
 
+    def require(step: int) -> None:
+        raise StateError("the script has changed weights")
+
     client: Any = SimpleNamespace(member_id=MemberId(1), run_dir=run.path, send=offers.append)
     refused: list[object] = []
     giver = Giver(
@@ -39,7 +43,7 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         boundary=lambda settle: True,
         collect=collect,
         values=lambda found: {"collected": collected},
-        verify=lambda step: None,
+        memory=SimpleNamespace(verify=lambda step: None, require_replayable=require),
         refuse=lambda *given: refused.append(given),
     )
     order = Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace", vouch=True)
@@ -52,6 +56,9 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)))
         assert offers[3].port != offers[0].port and read(offers[3]) == 2
         assert not refused
+        giver.give(msgspec.structs.replace(order, generation=Generation(1, 4), replays=True))
+        answer: Any = offers[4]
+        assert isinstance(answer, StateRefused) and answer.alone and "changed weights" in answer.reason
     finally:
         giver.stop()
 
@@ -67,7 +74,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
         boundary=lambda settle: True,
         collect=lambda rebuilt: SimpleNamespace(view=lambda fqn, box: memoryview(b"")),
         values=lambda found: {},
-        verify=lambda step: None,
+        memory=SimpleNamespace(verify=lambda step: None, require_replayable=lambda step: None),
         refuse=lambda *given: offers.append(given),
     )
     giver.give(Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.session.test_jobs import Result, events, start
+from tests.session.test_jobs import RANKS, Result, check_survivors, events, start
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 long = pytest.mark.skipif("HOLDFAST_MEMORY" not in os.environ, reason="make memory")
@@ -28,16 +28,23 @@ def actions(where: Path) -> list[str]:
     ("every", "fault", "flags", "rung", "again"),
     [
         pytest.param(1, ("--die", "2@4"), (), "replace_from_memory", 0, marks=long),
-        (3, ("--die", "0@5"), (), "replace_from_memory", 2),
-        pytest.param(1, ("--die-copying", "1@4"), (), "replace_from_memory", 1, marks=long),
+        # No log: all go back, and the optimizer has other tensors, which are compared afterwards.
+        (3, ("--die", "0@5", "--hook"), ("--verify-every", "2"), "replace_from_memory", 2),
+        # In the update, and the update of another one breaks off.
+        pytest.param(5, ("--die-late", "1@8", "--tear", "3@8"), (), "replace_from_memory", 0, marks=long),
+        pytest.param(3, ("--die", "0@5"), (), "replace_from_memory", 0, marks=long),
+        pytest.param(4, ("--die-late", "2@2"), (), "replace_from_memory", 0, marks=long),
+        pytest.param(1, ("--die-copying", "1@4"), (), "replace_from_memory", 0, marks=long),
+        pytest.param(1, ("--die-copying", "1@4", "--hook"), (), "replace_from_memory", 1, marks=long),
         pytest.param(2, ("--die", "3@5"), ("--on-fault", "restart"), "restart_from_memory", 1, marks=long),
+        pytest.param(3, ("--die-all", "5"), (), "restart_from_memory", 2, marks=long),
     ],
 )
 def test_a_lost_shard_comes_back(
     tmp_path: Path,
-    bare: Callable[[str], Result],
+    bare: Callable[..., Result],
     every: int,
-    fault: tuple[str, str],
+    fault: tuple[str, ...],
     flags: tuple[str, ...],
     rung: str,
     again: int,
@@ -47,12 +54,48 @@ def test_a_lost_shard_comes_back(
     assert got.digests == bare("fsdp").digests
     assert (actions(tmp_path), lost(tmp_path)) == ([rung], [again])
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == (1 if rung.startswith("replace") else 2)
+    assert not events(tmp_path, "corrupted")
+    assert ("gradients are logged" in got.output) == ("--hook" in fault)
+
+
+def test_the_others_stay_where_they_are(tmp_path: Path, bare: Callable[..., Result]) -> None:
+    """SGD with momentum; rank 2 dies in its update, two steps after the state that it has in memory."""
+    arguments = ("--layout", "fsdp", "--memory", "4", "--sgd", "--die-late", "2@6")
+    got = start("holdfast", tmp_path, *arguments)
+    assert got.code == 0, got.output
+    assert got.digests == bare("fsdp", RANKS, "--sgd").digests
+    assert (actions(tmp_path), lost(tmp_path)) == (["replace_from_memory"], [0])
+    (verdict,) = events(tmp_path, "verdict")
+    assert "make the updates up to step 7 again" in verdict["data"]["reason"]
+    check_survivors(got, newcomer=2, graphs=0)
 
 
 @long
-def test_a_damaged_state_is_refused_and_the_disk_counts(
-    tmp_path: Path, bare: Callable[[str], Result]
+def test_weights_that_the_script_changes_itself_are_in_no_log(
+    tmp_path: Path, bare: Callable[..., Result]
 ) -> None:
+    """Rank 1 dies after a step behind which all clamp their weights, before its log could see that."""
+    arguments = ("--layout", "fsdp", "--memory", "3")
+    got = start("holdfast", tmp_path, *arguments, "--clamp", "4", "--die", "1@5")
+    assert got.code == 0, got.output
+    assert got.digests == bare("fsdp", RANKS, "--clamp", "4").digests
+    (refused,) = [event["data"]["reason"] for event in events(tmp_path, "state_refused")][:1]
+    assert "the script has changed weights or state of the optimizer itself at step 5" in refused
+    assert actions(tmp_path) == ["replace_from_memory", "restart_from_memory"]
+
+
+@long
+def test_a_damaged_log_is_refused_and_all_go_back(tmp_path: Path, bare: Callable[..., Result]) -> None:
+    got = start("holdfast", tmp_path, "--layout", "fsdp", "--memory", "3", "--rot-log", "--die", "2@5")
+    assert got.code == 0, got.output
+    assert got.digests == bare("fsdp").digests
+    (refused,) = [event["data"]["reason"] for event in events(tmp_path, "state_refused")]
+    assert "does not fit its digest" in refused
+    assert (actions(tmp_path), lost(tmp_path)) == (["replace_from_memory"] * 2, [2])
+
+
+@long
+def test_a_damaged_state_is_refused_and_the_disk_counts(tmp_path: Path, bare: Callable[..., Result]) -> None:
     arguments = ("--layout", "fsdp", "--memory", "1", "--save-every", "2", "--rot", "--die", "2@5")
     got = start("holdfast", tmp_path, *arguments)
     assert got.code == 0, got.output

@@ -14,6 +14,7 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta
+from holdfast.store.updates import Update
 from holdfast.wording import plural
 
 
@@ -251,6 +252,41 @@ class KnowsWeights(Protocol):
     def holds_weights(self) -> bool:
         """Those are there that were when the last block ended, or when the script was given its step or began or left
         a loop since; as far as a sample of them shows. From any thread."""
+
+
+class Updates(Protocol):
+    """The updates of an optimizer, for a log of them."""
+
+    def why_not(self) -> str:
+        """Why they cannot be made again; empty: they can, as far as that is seen beforehand."""
+
+    def rebuilds(self, fqn: str) -> bool:
+        """This tensor is a weight, or state of the optimizer: updates alone change it."""
+
+    def settle(self) -> None:
+        """What is there now is what the next update begins with."""
+
+    def undisturbed(self) -> bool:
+        """Nothing was seen to write weights or state of the optimizer since, but its update. From any thread."""
+
+    def take(self, step: int) -> Update:
+        """The update of ``step`` that is about to be made; its bytes are valid until then. Raises: StateError."""
+
+    def foretell(self, update: Update) -> None:
+        """Make the update of now on a copy of the state, alone. Raises: StateError."""
+
+    def as_foretold(self) -> str:
+        """The first tensor that is not what was foretold; empty: all are."""
+
+    def replay(self, updates: Sequence[Update]) -> None:
+        """Make these updates again, on the state of before the first one, alone. Raises: CheckpointInvalid."""
+
+
+@runtime_checkable
+class LogsUpdates(Protocol):
+    """What an adapter may also be: one whose updates can be made again from a log."""
+
+    updates: Updates
 
 
 @runtime_checkable

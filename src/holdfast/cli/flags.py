@@ -143,9 +143,9 @@ FLAGS: tuple[Flag, ...] = (
          50),
     _own("--replace-slower-than", "number", "replace a rank whose steps take so many times as long as the others' "
          "(waiting left out); 0: only report it", 0.0),
-    _own("--memory-every", "text", "every so many steps each rank keeps its state in shared memory that outlives it; "
-         "auto: where one rank alone holds a part of the state, as often as 0.5 % of the time allows; 0: never",
-         "auto"),
+    _own("--memory-every", "text", "every so many steps each rank keeps its state in shared memory that outlives it, "
+         "with the gradients since; auto: where one rank alone holds a part of the state, as often as 0.5 % of the "
+         "time allows (the gradients: 1 %); 0: never", "auto"),
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
 )  # fmt: skip
 

@@ -187,13 +187,25 @@ class ReplaceFromMemory(Rung, frozen=True):
     """Boxes with one holder."""
 
     name = "memory"
-    does = "newcomers take what the lost ranks left in shared memory; where that is older, all go back to it in place"
+    does = (
+        "newcomers take what the lost ranks left in shared memory, and make the updates since again from a log; "
+        "without one, all go back to it in place"
+    )
 
     def consider(self, case: Case) -> Verdict | str:
         """Needs states in memory (``--memory-every``)."""
         back, step = case.situation.memory_here, case.step
         if case.situation.all_alive:
             return "no rank is lost"
+        if case.situation.replayed:
+            return Verdict(
+                action="replace_from_memory",
+                reason=f"the lost ranks have left a state and the gradients since in memory: only they are replaced, "
+                f"and make the updates up to step {step} again",
+                evidence=(*case.not_in_place, *case.failures),
+                memory_step=step,
+                replays=True,
+            )
         if back < 0:
             return "the lost ranks have left no state in memory that fits those that live"
         what = (

@@ -5,6 +5,9 @@ the decided step is replaced as if a peer had held its boxes. Otherwise all rank
 every one of them has a state, and the steps after it are done again: they are the same bit for bit, so no result is
 lost, only time.
 
+Beside its states a rank may have left a log of the updates since. Then its boxes can be made again at each step that
+the log reaches, and everything else comes from the living, who stay where they are.
+
 Invariants:
 1. A state of step s stands for its rank at step s and nothing else: steps are never mixed.
 2. Nobody goes back below a step that is sealed on disk: that checkpoint would cost less.
@@ -40,6 +43,21 @@ def kept_by(
         | elsewhere.get(m.rank, frozenset())
         for m in members
     }
+
+
+def replayed(
+    decided: Decided, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
+) -> bool:
+    """Each lost rank has left the decided step, or a log of updates that leads to it; some only the latter."""
+    if decided.step is None or not decided.sources:
+        return False
+    kept = kept_by(members, answers, elsewhere)
+    logged = {
+        m.rank: m.exited is not None and decided.step in m.exited.replays
+        for m in members
+        if not m.alive and decided.step not in kept[m.rank]
+    }
+    return bool(logged) and all(logged.values())
 
 
 def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:

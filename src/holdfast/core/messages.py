@@ -224,6 +224,9 @@ class Settle(Message, frozen=True):
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all go back to the state of this step that each has in memory; -1: they stay
     vouch: bool = False  # tell layout and digests (``Vouched``) before the state goes anywhere
+    replays: bool = (
+        False  # as in ``Receive``: give the state only where it is what the optimizer's updates made of it
+    )
 
 
 class Receive(Message, frozen=True):
@@ -237,6 +240,9 @@ class Receive(Message, frozen=True):
     version: Version  # that all of these layouts were told under; NO_VERSION: there is none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
     kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
+    replays: bool = (
+        False  # make what no source holds again, from a state and a log of updates that it left in memory
+    )
 
 
 class Resume(Message, frozen=True):
@@ -380,6 +386,9 @@ class MemberExited(Message, frozen=True):
     died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
     staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
     kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory
+    replays: tuple[
+        int, ...
+    ] = ()  # steps whose states can be made again from one of them and a log of updates
     log_size_bytes: int = 0  # of its log: what follows is a successor's; 0: not known
     oom_kills: int = (
         0  # so many processes of its node's control group were killed for want of memory meanwhile

@@ -111,6 +111,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     unequal: str = ""  # why no state of the living is trusted; empty: it is
     memory_here: int = -1  # lost ranks can be replaced, beside the living, from states in memory of this step
     memory_step: int = -1  # all ranks can start again from states in memory of this step
+    replayed: bool = (
+        False  # lost ranks can be replaced beside the living, by updates made again from a log in memory
+    )
     failures: tuple[Failure, ...] = ()
     room: str = ""  # more ranks can run than do
     fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
@@ -127,6 +130,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     save: bool = False
     memory_step: int = -1  # the step of the states in memory that are used
+    replays: bool = False  # that step is reached by updates made again, and the living stay
     rung: str = ""  # of the ladder; empty: the run stops
     counts: bool = True  # against the budget: it answers a fault
     refused: tuple[str, ...] = ()  # why the rungs before it were not taken

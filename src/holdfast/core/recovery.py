@@ -463,7 +463,7 @@ class Recovery:
     def _replace(self, verdict: Verdict, decided: Decided) -> None:
         job = self.job
         self._then = "replace"
-        kept = verdict.action == "replace_from_memory"
+        kept = verdict.action == "replace_from_memory" and not verdict.replays
         if kept and verdict.memory_step != decided.step:
             self._rewind = job.step = verdict.memory_step
             job.base_step = min(job.base_step, job.step)
@@ -472,7 +472,7 @@ class Recovery:
         job.cancel("quiesce-early")
         if not self.is_vouched:
             self.bounds.begin("vouch", job.config.gasp_s, reads=True)
-        self.replacement.start(decided.sources, kept=kept)
+        self.replacement.start(decided.sources, kept=kept, replays=verdict.replays)
         for member in job.roster.living:
             self.remind(member)
 
@@ -496,6 +496,7 @@ class Recovery:
                 then=self._then,
                 rewind=self._rewind,
                 vouch=not self.is_vouched and self.phase != "retrying",
+                replays=self.phase == "replacing" and self.replacement.replays,
             )
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)

@@ -38,6 +38,7 @@ class Replacement:
         self.refusal = ""  # why one of them cannot join
         self._awaited: set[int] = set()  # sources that have not offered
         self._kept = False  # newcomers take what those before them left in memory
+        self.replays = False  # they make updates again of which those before them left a log
         self._offers: dict[int, StateOffered] = {}
         self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
@@ -95,14 +96,15 @@ class Replacement:
             self.job.kill(member, "its update broke")
         return True
 
-    def start(self, sources: Sequence[int], *, kept: bool) -> None:
-        """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory."""
+    def start(self, sources: Sequence[int], *, kept: bool, replays: bool = False) -> None:
+        """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory; ``replays``: with
+        one that is made again from there."""
         dead = [m for m in self.job.roster.members if not m.alive]
         for member in dead:
             if member.exited is not None and not member.joining:
                 self._pages[member.rank] = member.exited
         self._awaited = set(sources)
-        self._kept = kept
+        self._kept, self.replays = kept, replays
         self._offers, self._addresses = {}, None
         self._seat(dead)
         # What was kept is read first, which may take long.
@@ -169,6 +171,7 @@ class Replacement:
             version=job.roster.agreed(job.world_size),
             local=self.local_of(member),
             kept=self._kept,
+            replays=self.replays,
         )
 
     def holds(self, member: Member) -> bool:

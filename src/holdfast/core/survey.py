@@ -13,7 +13,7 @@ from holdfast.core.fault import Fault, FaultKind
 from holdfast.core.gasp import Gasp
 from holdfast.core.ids import MemberId
 from holdfast.core.job import Job
-from holdfast.core.memory import NONE, kept_by, newest_complete, replacement_step
+from holdfast.core.memory import NONE, kept_by, newest_complete, replacement_step, replayed
 from holdfast.core.messages import Settled
 from holdfast.core.phases import NO_PAGE
 from holdfast.core.policy import Failure, Situation
@@ -80,6 +80,8 @@ class Survey:
             unequal=job.unequal,
             memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
             memory_step=self._memory_step(decided, answers),
+            replayed=not (not_beside or self._unpublished())
+            and replayed(decided, members, answers, job.held_elsewhere()),
             failures=_failures(faults),
             fewer=f"there is room for {room} of {plural(job.world_size, 'rank')}"
             if room < job.world_size

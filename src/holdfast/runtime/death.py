@@ -20,6 +20,7 @@ from holdfast.errors import ProtocolError
 from holdfast.runtime.cgroup import OomKills, memory_events
 from holdfast.runtime.page import Page
 from holdfast.store.memory import kept_steps
+from holdfast.store.updates import reachable
 
 READ_WAIT_S, READ_AGAIN_S = 5.0, 0.05
 """How long a page that exists is tried, and how often."""
@@ -71,6 +72,7 @@ def read_death(
     """
     generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
     kept: tuple[int, ...] = ()
+    replays: tuple[int, ...] = ()
     locals_: dict[int, bytes] = {}
     log_size_bytes = 0
     try:
@@ -83,6 +85,7 @@ def read_death(
         locals_ = page.read_locals()
         staged = page[Word.STAGED]
         kept = kept_steps(path.parent, page[Word.RANK], whole=several)
+        replays = reachable(path.parent, page[Word.RANK], kept)
         log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
@@ -100,6 +103,7 @@ def read_death(
         died_ns=died_ns,
         staged_step=staged,
         kept=kept,
+        replays=replays,
         log_size_bytes=log_size_bytes,
         oom_kills=_oom_kills.rose_by() if killed_by == signal.SIGKILL else 0,
     )

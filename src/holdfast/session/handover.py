@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from holdfast.adapters.base import Adapter, Collected, GivesPieces
+from holdfast.adapters.base import Adapter, Collected, GivesPieces, LogsUpdates
 from holdfast.core.ids import Generation
 from holdfast.core.messages import Receive, Settle, StateOffered, StateRefused
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
@@ -23,7 +25,8 @@ from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, View, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
-from holdfast.session.rank import TEXT_LENGTH_MAX
+from holdfast.session.memory import Tier
+from holdfast.session.rank import TEXT_LENGTH_MAX, Rank
 from holdfast.session.resume import Resumed, refuse_another_model
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Box, Catalogue
@@ -35,6 +38,16 @@ log = logging.getLogger("holdfast")
 LOOPBACK = "127.0.0.1"
 
 
+class Kept(Protocol):
+    """What a survivor is asked about its memory tier."""
+
+    def verify(self, step: int) -> None:
+        """Raises: CheckpointInvalid: the state of ``step`` in memory is not sound."""
+
+    def require_replayable(self, step: int) -> None:
+        """Raises: StateError: the state of ``step`` is not what the optimizer's updates made of the one before."""
+
+
 class Giver:
     """A survivor's side.
 
@@ -43,7 +56,7 @@ class Giver:
         boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
         collect: the state at that moment.
         values: plain values common to all ranks, given the collected state.
-        verify: the state of that step in memory is sound, or CheckpointInvalid is raised.
+        memory: of this rank.
         refuse: tells the controller that it is not.
     """
 
@@ -53,10 +66,10 @@ class Giver:
         boundary: Callable[[Settle], bool],
         collect: Callable[[bool], Collected],
         values: Callable[[Collected], Mapping[str, object]],
-        verify: Callable[[int], None],
+        memory: Kept,
         refuse: Callable[[Generation, int, CheckpointInvalid], None],
     ) -> None:
-        self._verify = verify
+        self._memory = memory
         self._refuse = refuse
         self._client = client
         self._boundary = boundary
@@ -79,7 +92,7 @@ class Giver:
         if settle.rewind >= 0:
             try:
                 self._boundary(settle)
-                self._verify(settle.rewind)
+                self._memory.verify(settle.rewind)
             except CheckpointInvalid as error:
                 self._refuse(settle.generation, settle.rewind, error)
             except HoldfastError as error:
@@ -93,6 +106,8 @@ class Giver:
             log.error("holdfast: this rank cannot give its state: %s", error)
             return
         try:
+            if settle.replays:
+                self._memory.require_replayable(settle.step)
             collected = self._collect(frozen)
             values = encode_values(dict(self._values(collected)))
             server = StateServer(_pieces_of(collected), values, _token(self._client), self._client.moved)
@@ -138,8 +153,27 @@ def _pieces_of(collected: Collected) -> View:
     return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
 
 
-def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
+def take_over(rank: Rank, adapter: Adapter, client: Client, tier: Tier, order: Receive) -> Resumed:
+    """A newcomer: the survivors, or what the one before it left in memory, give what a checkpoint would.
+
+    Raises: as :func:`take`.
+    """
+    if not (order.kept or order.replays):
+        return take(adapter, client, order)
+    try:
+        if order.kept:
+            return tier.load(order.step)
+        return take(adapter, client, order, tier.replay(order.step))
+    except CheckpointInvalid as error:
+        rank.refuse(order.generation, order.step, error)
+        rank.await_end()
+
+
+def take(adapter: Adapter, client: Client, order: Receive, again: Collected | None = None) -> Resumed:
     """Fill this rank's state from the survivors.
+
+    Args:
+        again: has what no survivor holds, made again from memory.
 
     Raises:
         CheckpointMismatch: this process has built another model than the one it replaces.
@@ -159,17 +193,28 @@ def take(adapter: Adapter, client: Client, order: Receive) -> Resumed:
     places = [(meta.fqn, meta.box, data) for meta, data in buffers if len(data)]
     holders = _holders(catalogue, {(fqn, box) for fqn, box, _ in places}, adapter.rank, sources)
     wanted = [Wanted(fqn, box, data, holders.get((fqn, box), ())) for fqn, box, data in places]
-    missing = [f"{want.fqn}{want.box}" for want in wanted if not set(want.holders) & set(sources)]
-    if missing:
+    lost = [want for want in wanted if not set(want.holders) & set(sources)]
+    missing = [f"{want.fqn}{want.box}" for want in lost]
+    if missing and again is None:
         raise CheckpointMismatch(
             f"no survivor holds {missing[0]} and {len(missing) - 1} more that this process has built",
             hint="build the same model in every process, whatever its rank",
         )
-    fetch(sources, wanted, token, moved=client.moved)
+    for want in lost:
+        _put(want, adapter, again)
+    fetch(sources, [want for want in wanted if want not in lost], token, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])
     return Resumed(Path("peers"), order.step, values["session"], local, begun)
+
+
+def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
+    """A box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
+    if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
+        raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
+    made = again.view(want.fqn, want.box)
+    np.copyto(np.frombuffer(want.buffer, np.uint8), np.frombuffer(made, np.uint8))
 
 
 def _holders(

@@ -34,6 +34,7 @@ from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed, refuse_another_model
+from holdfast.session.updates import UpdateRecord
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES, TensorMeta
 from holdfast.store.memory import SLOTS, Kept, Slots, open_kept, was_amended
@@ -93,12 +94,15 @@ class Tier:
         self._values = values
         self._locals = locals_
         self._slots: Slots | None = None
+        self._record = UpdateRecord(adapter, every)
+        self._replayed = -1  # this process made its state of this step again, from an earlier one
         self._stamped: Stamp | None = None  # of what was kept when the last block ended
         self.know_rank()
 
     def know_rank(self) -> None:
         """The adapter knows the rank whose states are kept: from the start, or since a spare was called."""
         self._slots = None if self._directory is None else Slots(self._directory, self._adapter.rank)
+        self._record.know(self._directory if self.on else None, self._adapter.rank)
 
     @property
     def on(self) -> bool:
@@ -114,8 +118,14 @@ class Tier:
         if self._slots is None:
             return
         self._stamped = None
+        replayed, self._replayed = self._replayed == step, -1
+        self._record.start(step, replayed=replayed)
+        if replayed:
+            return  # what it was made from is what the other ranks have, too
         self._slots.keep_only(step)
-        if self._every > 0 and step not in self._slots.steps():
+        if step in self._slots.steps():
+            self._record.kept(step, 0.0)
+        elif self._every > 0:
             self._keep(step)
             self._slots.finish()
 
@@ -125,7 +135,7 @@ class Tier:
             self._look()
         if self._every > 0:
             return step % self._every == 0 and self._arrived()
-        affordable = time.monotonic() - self._kept_s >= self._cost_s / SHARE
+        affordable = time.monotonic() - self._kept_s >= self._cost_s / SHARE or self._record.full(step)
         return self._every == AUTO and self._alone and affordable and self._arrived()
 
     def _arrived(self) -> bool:
@@ -140,6 +150,11 @@ class Tier:
         by_number = self._every > 0 and self._pull is None  # needs no vote
         if step % self._every == 0 if by_number else agreed:
             self._stamped = self._keep(step)
+
+    def foresee(self, step: int) -> None:
+        """The update of ``step`` is about to be voted for: what it is made from must outlive this process first."""
+        if self.on:
+            self._record.note(step)
 
     def amend(self, step: int) -> None:
         """The script is back from behind the block before ``step``: what it changed there belongs to this state.
@@ -175,35 +190,25 @@ class Tier:
         self._alone = any(
             len(who) == 1 for tensors in catalogue.kinds.values() for _, who in catalogue.boxes(tensors[0])
         )
+        own = [(t, box) for t, box, who in catalogue.held_by(self._adapter.rank) if len(who) == 1]
+        unlogged = self._record.allow({tensor.fqn for tensor, _ in own})
         if self._version.vote and not self._said:  # the first layouts lack what the first update makes
             self._said = True
-            own = sum(
-                box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
-                for tensor, box, who in catalogue.held_by(self._adapter.rank)
-                if len(who) == 1
-            )
+            size_bytes = sum(box.numel * DTYPE_SIZE_BYTES[tensor.dtype] for tensor, box in own)
             log.log(
                 logging.INFO if self._adapter.rank == 0 else logging.DEBUG,
                 "holdfast: %s",
-                cost_of_a_loss(self._alone, own, self._every),
+                cost_of_a_loss(self._alone, size_bytes, self._every, unlogged),
             )
 
     def _keep(self, step: int, *, amended: bool = False) -> Stamp | None:
         assert self._slots is not None
         began_s = time.monotonic()
-        stamp: Stamp | None
         try:
-            collected = self._adapter.collect()
-            stamp = self._stamp(collected, step)
-            self._slots.keep(
-                step,
-                collected,
-                collected.layout(self._adapter.rank, self._adapter.world_size),
-                stamp.values,
-                encode_values(dict(self._locals()), "locals"),
-                amended=amended,
-            )
+            stamp = self._copy(self._slots, step, amended=amended)
         except StateError as error:
+            if self._record.give_way():
+                return self._keep(step, amended=amended)
             log.warning("holdfast: no state is kept in memory any more: %s", error)
             self._every, stamp = 0, None
             self._slots.remove()
@@ -211,12 +216,50 @@ class Tier:
         self._copies += 1
         if self._copies > SLOTS:  # the first ones also pay for the memory
             self._cost_s = self._kept_s - began_s
+        if stamp is not None:
+            self._record.kept(step, self._cost_s)
+        return stamp
+
+    def _copy(self, slots: Slots, step: int, *, amended: bool) -> Stamp:
+        """Raises: StateError."""
+        collected = self._adapter.collect()
+        stamp = self._stamp(collected, step)
+        slots.keep(
+            step,
+            collected,
+            collected.layout(self._adapter.rank, self._adapter.world_size),
+            stamp.values,
+            encode_values(dict(self._locals()), "locals"),
+            amended=amended,
+        )
         return stamp
 
     def verify(self, step: int) -> None:
         """Raises: CheckpointInvalid when the state of ``step`` is not there or damaged; then it is dropped."""
         with self._open(step):
             return
+
+    def require_replayable(self, step: int) -> None:
+        """The state of this rank at ``step`` is what the updates made of it. Raises: StateError."""
+        self._record.require_undisturbed(step)
+
+    def replay(self, step: int) -> Collected:
+        """Fill this rank's state with the newest one from which a log leads to ``step``, and make the updates since
+        again; what is returned has the right weights and optimizer state, and the rest of before.
+
+        Raises:
+            CheckpointInvalid: a state or an update is not there or damaged.
+            CheckpointMismatch: of another model.
+        """
+        base = self._record.base_of(step, self._slots.steps() if self._slots is not None else ())
+        try:
+            self.load(base)
+        except CheckpointInvalid:
+            self._record.forget()
+            raise
+        self._record.replay(base, step)
+        self._replayed = step
+        return self._adapter.collect()
 
     def load(self, step: int) -> Resumed:
         """Fill this rank's state with the one of ``step``.
@@ -274,27 +317,35 @@ class Tier:
 
     def close(self) -> None:
         """The session has ended in order."""
+        self._record.close()
         if self._slots is not None:
             self._slots.remove()
 
 
-def cost_of_a_loss(alone: bool, size_bytes: int, every: int) -> str:
+def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | None = None) -> str:
     """What the loss of one worker costs, in words.
 
     Args:
         alone: some box of the state has one holder.
         size_bytes: what this rank alone holds.
         every: as for :class:`Tier`.
+        unlogged: why there is no log of the updates since; empty: there is; None: not known.
     """
     if not alone:
         return "every box of the state has 2 holders or more: a lost worker costs no step"
     where = f"a part of the state lies with one rank alone (here {size_bytes / 1e6:.3g} MB)"
     if every == 0:
         return f"{where}: a lost worker costs the steps since the last checkpoint (--memory-every is 0)"
-    if every == AUTO:
+    often = (
+        f"as often as {SHARE:.1%} of the time allows" if every == AUTO else f"every {plural(every, 'step')}"
+    )
+    again = "at most the step that it died in" if every == 1 else f"at most {every} steps, done again"
+    again = "the steps since, done again" if every == AUTO else again
+    if unlogged is None:
         return (
-            f"{where}: kept in memory as often as {SHARE:.1%} of the time allows; a lost worker costs the steps since, "
-            "done again"
+            f"{where}: kept in memory {often}; a lost worker costs no step, or, where the log of rank 0 says that no "
+            f"gradients are logged, {again}"
         )
-    steps = "at most the step that it died in" if every == 1 else f"at most {every} steps, done again"
-    return f"{where}: kept in memory every {every} steps; a lost worker costs {steps}"
+    if not unlogged:
+        return f"{where}: kept in memory {often}, with the gradients since: a lost worker costs no step"
+    return f"{where}: kept in memory {often}; a lost worker costs {again}, as no gradients are logged: {unlogged}"

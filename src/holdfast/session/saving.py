@@ -138,7 +138,7 @@ class Saver:
                 self._await_boundary,
                 self._collected_to_give,
                 self._values_to_give,
-                tier.verify,
+                tier,
                 rank.refuse,
             )
         self._background = BackgroundSaver(

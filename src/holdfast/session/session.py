@@ -19,7 +19,6 @@ from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import (
-    CheckpointInvalid,
     HoldfastError,
     PeerLost,
     StepError,
@@ -36,7 +35,7 @@ from holdfast.session.behind import Behind
 from holdfast.session.between import Between
 from holdfast.session.bound import before_of
 from holdfast.session.common import Common
-from holdfast.session.handover import take
+from holdfast.session.handover import take_over
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
@@ -199,14 +198,7 @@ class Session:
     def _take_over(self, client: Client) -> None:
         """A newcomer: the survivors give what a checkpoint would."""
         order = self._rank.await_receive()
-        if order.kept:
-            try:
-                self._stand_at(self._tier.load(order.step))
-            except CheckpointInvalid as error:
-                self._rank.refuse(order.generation, order.step, error)
-                self._rank.await_end()
-        else:
-            self._stand_at(take(self._adapter, client, order))
+        self._stand_at(take_over(self._rank, self._adapter, client, self._tier, order))
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
@@ -479,6 +471,7 @@ class Session:
 
     def foresee(self) -> bytes | None:
         """The vote of a step comes."""
+        self._tier.foresee(self._rank.step)
         return self._loops.foresee()
 
     def before_ready(self, tally: Tally) -> bytes | None:

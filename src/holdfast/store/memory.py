@@ -36,13 +36,13 @@ SLOTS = 2
 MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
 CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 _WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
-_MARKER_SIZE_BYTES = 8 * _WORDS
-_OWN = slice(_MARKER_SIZE_BYTES - 8, _MARKER_SIZE_BYTES)  # the digest of these words
+MARKER_SIZE_BYTES = 8 * _WORDS
+_OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
 _WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same once more when the state is whole
 _WORD_MAX = 2**63 - 1  # of a status page
 _DATA_AT = 4096
-_DIGEST_MAX = 2**64 - 1  # takes the most room
-_ALIGNMENT = 64
+DIGEST_MAX = 2**64 - 1  # takes the most room
+ALIGNMENT = 64
 
 
 class Marked(NamedTuple):
@@ -175,7 +175,7 @@ class Slots:
         kept = _copy_all(source, boxes, memory)
         description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
         memory[end : end + len(description)] = description
-        memory[:_MARKER_SIZE_BYTES] = _marker(step, end, description)
+        memory[:MARKER_SIZE_BYTES] = marker_of(step, end, description)
         self._last = memory
         return sum(box.size_bytes for box in kept)
 
@@ -215,7 +215,7 @@ class Slots:
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
         memory = self._memory(number, size_bytes)
-        memory[:_MARKER_SIZE_BYTES] = bytes(_MARKER_SIZE_BYTES)
+        memory[:MARKER_SIZE_BYTES] = bytes(MARKER_SIZE_BYTES)
         return memory
 
     def _memory(self, number: int, size_bytes: int) -> memoryview:
@@ -224,20 +224,25 @@ class Slots:
             return memoryview(known)
         self._maps[number] = None
         path = self._paths[number]
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                size_bytes = max(size_bytes, os.fstat(fd).st_size)
-                os.posix_fallocate(fd, 0, size_bytes)
-                made = self._maps[number] = mmap.mmap(fd, size_bytes)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise StateError(
-                f"{path}: {size_bytes} bytes of shared memory cannot be had: {error.strerror}",
-                hint="give it more room (df -h /dev/shm; in a container: --shm-size), or session(memory=0)",
-            ) from error
+        made = self._maps[number] = map_file(path, size_bytes)
         return memoryview(made)
+
+
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """A file of at least ``size_bytes``, all of it allocated, mapped for writing. Raises: StateError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            size_bytes = max(size_bytes, os.fstat(fd).st_size)
+            os.posix_fallocate(fd, 0, size_bytes)
+            return mmap.mmap(fd, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StateError(
+            f"{path}: {size_bytes} bytes of shared memory cannot be had: {error.strerror}",
+            hint="give it more room (df -h /dev/shm; in a container: --shm-size), or session(memory=0)",
+        ) from error
 
 
 class Incoming:
@@ -259,14 +264,14 @@ class Incoming:
         """Bytes from ``start``. Raises: CheckpointInvalid outside of the slot."""
         if not 0 <= start <= start + len(data) <= len(self._memory):
             raise CheckpointInvalid(f"{len(data)} bytes at {start} are outside of a slot")
-        first = max(0, _MARKER_SIZE_BYTES - start)  # the marker comes last
+        first = max(0, MARKER_SIZE_BYTES - start)  # the marker comes last
         self._memory[start + first : start + len(data)] = data[first:]
 
     def commit(self, marker: bytes) -> None:
         """All bytes are there. Raises: CheckpointInvalid when this is no marker."""
-        if not _is_sound(np.frombuffer(marker, np.uint64)):
+        if not is_sound(np.frombuffer(marker, np.uint64)):
             raise CheckpointInvalid("not the marker of a slot")
-        self._memory[:_MARKER_SIZE_BYTES] = marker
+        self._memory[:MARKER_SIZE_BYTES] = marker
 
 
 def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
@@ -277,7 +282,7 @@ def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int)
     """
     path = _slot_with(directory, rank, step)
     with path.open("rb") as file:
-        marker = file.read(_MARKER_SIZE_BYTES)
+        marker = file.read(MARKER_SIZE_BYTES)
         file.seek(start)
         return path.stat().st_size, marker, file.read(size_bytes)
 
@@ -310,7 +315,7 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
         CheckpointInvalid: it is not there, or damaged; then it is dropped.
     """
     path = _slot_with(directory, rank, step)
-    with _Mapped(path) as data:
+    with Mapped(path) as data:
         kept = _read(path, data)
         kept.verify()
         yield kept
@@ -320,7 +325,7 @@ def was_amended(directory: Path, rank: int, step: int) -> bool:
     """The state of ``rank`` after ``step`` updates is there, and amended; its boxes are not verified."""
     with contextlib.suppress(CheckpointInvalid):
         path = _slot_with(directory, rank, step)
-        with _Mapped(path) as data:
+        with Mapped(path) as data:
             return _read(path, data).amended
     return False
 
@@ -338,8 +343,8 @@ def read_marked(path: Path) -> Marked | None:
             head = file.read(_WHOLE.stop)
     except OSError:
         return None
-    words = np.frombuffer(head[:_MARKER_SIZE_BYTES], np.uint64)
-    if not _is_sound(words):
+    words = np.frombuffer(head[:MARKER_SIZE_BYTES], np.uint64)
+    if not is_sound(words):
         return None
     return Marked(int(words[1]) - 1, digest_of(head), head[_WHOLE] == head[_OWN])
 
@@ -352,10 +357,10 @@ def digest_of(marker: bytes) -> int:
 def drop(path: Path) -> None:
     """A slot holds nothing any more."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        file.write(bytes(_MARKER_SIZE_BYTES))
+        file.write(bytes(MARKER_SIZE_BYTES))
 
 
-class _Mapped:
+class Mapped:
     """A file, mapped read-only while the block runs; what still refers to it afterwards is the reader's mistake."""
 
     def __init__(self, path: Path) -> None:
@@ -372,8 +377,8 @@ class _Mapped:
 
 def _read(path: Path, data: memoryview) -> Kept:
     """The description of a slot, its places checked. Raises: CheckpointInvalid."""
-    words = np.frombuffer(data[:_MARKER_SIZE_BYTES], np.uint64)
-    if not _is_sound(words):
+    words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
+    if not is_sound(words):
         raise CheckpointInvalid(f"{path.name} holds no committed state")
     start, size = int(words[2]), int(words[3])
     text = data[start : start + size]
@@ -390,14 +395,16 @@ def _read(path: Path, data: memoryview) -> Kept:
     return Kept(path, data, description)
 
 
-def _marker(step: int, start: int, description: bytes) -> bytes:
+def marker_of(step: int, start: int, description: bytes) -> bytes:
+    """Says that there is something of ``step``, whose description lies at ``start``."""
     words = np.zeros(_WORDS, np.uint64)
     words[:5] = (MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description))
     words[5] = _own_digest(words)
     return words.tobytes()
 
 
-def _is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+def is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+    """These words are a marker."""
     return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
 
 
@@ -412,8 +419,8 @@ def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
     for meta in layout.tensors:
         if meta.dtype not in DTYPE_SIZE_BYTES:
             raise StateError(f"tensor {meta.fqn!r}: unknown dtype {meta.dtype!r}")
-        places.append(KeptBox(meta, end, meta.size_bytes, _DIGEST_MAX))
-        end += -(-meta.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        places.append(KeptBox(meta, end, meta.size_bytes, DIGEST_MAX))
+        end += -(-meta.size_bytes // ALIGNMENT) * ALIGNMENT
     return tuple(places), end
 
 
@@ -422,13 +429,13 @@ def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryvi
     digests: list[int] = []
     for box in boxes:
         goal = memory[box.start : box.start + box.size_bytes]
-        digests.append(_copy(source.view(box.meta.fqn, box.meta.box), goal))
+        digests.append(copy_hashed(source.view(box.meta.fqn, box.meta.box), goal))
     return tuple(
         msgspec.structs.replace(box, digest=digest) for box, digest in zip(boxes, digests, strict=True)
     )
 
 
-def _copy(data: memoryview, goal: memoryview) -> int:
+def copy_hashed(data: memoryview, goal: memoryview) -> int:
     """Copy ``data`` and return its digest, chunk after chunk: each is hashed while it is in the cache."""
     digest = xxhash.xxh3_64()
     if len(data):

@@ -43,6 +43,7 @@ from holdfast.adapters.torch.rng import reseed, reseed_generators
 from holdfast.adapters.torch.sample import Sample
 from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
+from holdfast.adapters.torch.updates import Updates
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
@@ -92,6 +93,7 @@ class TorchAdapter:
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
         self._devices = Devices(self.state.devices)
         self._snapshot = Snapshot(self.state)
+        self.updates = Updates(self.state, self)
         modules = [module for _, module in modules_of(model)]
         self._leftover = Leftover(modules, self._updated_parameters)
         self._fabric = fabric()
@@ -212,6 +214,8 @@ class TorchAdapter:
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""
+        if self.updates.alone:
+            return None
         name = self._names.get(id(optimizer))
         if name is None:
             self._refuse_unknown(optimizer)
@@ -238,12 +242,14 @@ class TorchAdapter:
                 f"optimizer {name!r} updates weights inside backward, before the step is agreed",
                 hint="call optimizer.step() after loss.backward()",
             )
+        self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         name = self._names.get(id(optimizer))
-        if name is not None and self._hooks is not None:
+        if name is not None and self._hooks is not None and not self.updates.alone:
+            self.updates.made()
             self._hooks.updated(name)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
@@ -332,6 +338,7 @@ class TorchAdapter:
         """Seed and copy. Raises: UnsupportedError."""
         self._refuse_hooks()  # one may be registered late
         self._backward_seen, self._computed = set(), False
+        self.updates.begin()
         self._step = step
         self._leftover.begin()
         self._devices.order()
@@ -365,6 +372,8 @@ class TorchAdapter:
 
     def share(self, part: int, parts: int) -> None:
         """The block that begins next is a part of its step (``adapters.base.TakesParts``)."""
+        if parts > 1:
+            self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
 
     def shield(self) -> None:
@@ -373,6 +382,7 @@ class TorchAdapter:
 
     def record(self, name: str) -> None:
         """Copy what the named optimizer is about to change."""
+        self.updates.refuse("an update is made inside of step.update()")
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:

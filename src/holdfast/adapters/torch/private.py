@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
@@ -497,6 +499,11 @@ def write_count(tensor: torch.Tensor) -> int:
     return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
 
+def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """:func:`write_count` of many, asked at each step."""
+    return [t._version + t._local_tensor._version if isinstance(t, DTensor) else t._version for t in tensors]
+
+
 def split_tensor(placement: Any, tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """``tensor`` cut by the placement's own rule, without padding."""
     cut, _ = placement._split_tensor(tensor, parts, with_padding=False)
@@ -531,6 +538,13 @@ UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients were unscaled."""
     scaler._per_optimizer_states.clear()
+
+
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """All that is called before and after a step of this optimizer."""
+    of_all = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:

@@ -96,6 +96,12 @@ def _of_state() -> Iterator[Use]:
     yield Use("torch:_foreach_copy_", "copy many small tensors in one call", state_of)
     yield from _each("torch:Tensor.", ("_indices", "_values"), "gradients of sparse embeddings", state_of)
     yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    yield from _each(
+        "torch.optim:Optimizer.", hooks, "hooks that change what a log of updates holds", state_of
+    )
+    hooks = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    yield from _each("torch.optim.optimizer:", hooks, "as _optimizer_step_pre_hooks", state_of)
     yield Use("torch.cuda:_lazy_init", "a spare waits before it uses a GPU", state_of)
     yield Use("torch.amp:GradScaler._per_optimizer_states", "forget that gradients were unscaled", state_of)
     yield from _each("torch.amp:GradScaler.", SCALER_TENSORS, "its state, without a wait", state_of)
