@@ -20,6 +20,7 @@ from holdfast.core.messages import (
     SetTimer,
     Settle,
     StateOffered,
+    StepReached,
     Tick,
 )
 from holdfast.core.phases import PHASES, Phase
@@ -224,6 +225,17 @@ def test_the_first_bound_follows_from_the_size_of_the_state() -> None:
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     assert timers(job)["gasp"].delay_s == job.config.gasp_s + 400
+
+
+def test_a_newcomer_has_the_time_that_the_first_ones_took_for_their_start() -> None:
+    """Models that are compiled for minutes: nothing of that shows."""
+    job = at_work(2)
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=1), after_s=100.0)
+    job.post(StepReached(member_id=job.members[0], generation=job.generation, step=1), after_s=9000.0)
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    assert timers(job)["join"].delay_s == pytest.approx(400.0, abs=1.0)
 
 
 def test_a_stopped_process_is_not_waited_for() -> None:

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from holdfast.core.bounds import Bounds
 from holdfast.exits import Exit
+from holdfast.sim.checks import Violation
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.world import SimResult, run_sim
 from tests.sim.sizes import world_of
@@ -48,6 +50,12 @@ def test_one_that_makes_no_progress_is_killed_all_the_same() -> None:
     result = run_sim(4, 7, KILL, world=world_of({"gasp": 70.0}, silent=True))
     assert (result.code, result.step) == (Exit.OK, 12)
     assert outcome(result)[1] > 0
+
+
+def test_a_controller_that_ignores_progress_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bounds, "moved", lambda self, member_id: None)
+    with pytest.raises(Violation, match="progress_is_waited_for"):
+        run_sim(4, 7, KILL, world=world_of({"gasp": 70.0}))
 
 
 def test_random_faults_in_a_job_of_large_states() -> None:

@@ -188,6 +188,12 @@ class Controller:
             case _:
                 return
 
+    def _begun(self, now: float, member: Member) -> None:
+        """The first step of a process: how long did it take to come there?"""
+        if not member.begun and member.started_s:
+            self.job.begun_s = max(self.job.begun_s, now - member.started_s)
+        member.begun = True
+
     def _protocol(self, now: float, member: Member, event: Message) -> None:
         self.recovery.bounds.moved(member.member_id)
         match event:
@@ -204,6 +210,7 @@ class Controller:
             case FaultSeen():
                 self.recovery.suspect(now, member, event)
             case StepReached():
+                self._begun(now, member)
                 member.reached = True
                 member.state, member.step = "ready", event.step
                 self.recovery.progress(now)

@@ -42,6 +42,7 @@ from holdfast.exits import Exit
 WHAT_LENGTH_MAX = 500
 MEMBERS_PER_TERM = 1_000_000
 STEPS_TO_SETTLE = 2.0
+STARTS_TO_JOIN = 2.0
 
 Uncovered = Callable[[Layouts, tuple[int, ...]], str]
 """(layouts of all ranks, ranks that can write) -> why they do not cover every box, or an empty string."""
@@ -81,6 +82,7 @@ class Job:
         self._sealed_last = past.sealed_last
         self.sealed_directory = ""  # the last one that was reported
         self.root = past.root
+        self.begun_s = 0.0  # from the start of a process to its first step: the longest so far
         self.state_size_bytes = 0  # the largest that a rank has told to this controller
         self.exit_source = past.exit_source
         self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
@@ -237,6 +239,17 @@ class Job:
         """Who is in its update answers a fence when that is over, and no update takes longer than a whole step."""
         step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
         return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
+
+    @property
+    def gasp_s(self) -> float:
+        """Who is in doubt makes its update before it does anything else that is asked."""
+        return max(self.config.gasp_s, self.settle_s)
+
+    @property
+    def join_s(self) -> float:
+        """A newcomer does what others did before their first step, and none of that need show: imports, a model that is
+        built or compiled."""
+        return max(self.config.startup_s, STARTS_TO_JOIN * self.begun_s)
 
     @property
     def fits(self) -> bool:

@@ -54,6 +54,7 @@ class Member(msgspec.Struct, kw_only=True):
     said_hello: bool = False
     opened_step: int | None = None  # its session stands or stood there at start
     reached: bool = False  # has committed a step in the current generation
+    begun: bool = False  # has done its first step, or is about to
     live: bool = False  # its session can go on beside newcomers
     joining: bool = False  # a newcomer that does not hold its state yet: no member of the generation so far
     asked: bool = False  # a newcomer waits for its state

@@ -249,7 +249,7 @@ class Recovery:
         self.bounds.end("vouch")
         if self.phase == "saving":
             self.gasp.plan()
-            self.bounds.begin("gasp", self.job.config.gasp_s, reads=True)
+            self.bounds.begin("gasp", self.job.gasp_s, reads=True)
         for member in self.job.roster.living:
             if member.joining or self.phase == "saving":
                 self.remind(member)
@@ -433,7 +433,7 @@ class Recovery:
             self._go("retry")
             for member in job.roster.living:
                 self.remind(member)
-            self.bounds.begin("retry", max(job.config.gasp_s, job.settle_s))
+            self.bounds.begin("retry", job.gasp_s)
             self.progress(now)
             return
         elif verdict.action in ("replace", "replace_from_memory"):
@@ -458,7 +458,7 @@ class Recovery:
         self._go("save")
         for member in job.roster.living:
             self.remind(member)
-        self.bounds.begin("vouch", job.config.gasp_s, reads=True)
+        self.bounds.begin("vouch", job.gasp_s, reads=True)
 
     def _replace(self, verdict: Verdict, decided: Decided) -> None:
         job = self.job
@@ -471,7 +471,7 @@ class Recovery:
         self.bounds.end("quiesce")
         job.cancel("quiesce-early")
         if not self.is_vouched:
-            self.bounds.begin("vouch", job.config.gasp_s, reads=True)
+            self.bounds.begin("vouch", job.gasp_s, reads=True)
         self.replacement.start(decided.sources, kept=kept, replays=verdict.replays)
         for member in job.roster.living:
             self.remind(member)

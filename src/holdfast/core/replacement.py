@@ -109,7 +109,7 @@ class Replacement:
         self._seat(dead)
         # What was kept is read first, which may take long.
         config = self.job.config
-        offer_s = config.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
+        offer_s = self.job.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
         self.bounds.begin("offer", offer_s, reads=kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
@@ -146,7 +146,7 @@ class Replacement:
         job = self.job
         job.replace_members(dead)
         job.timer("startup", job.config.startup_s)
-        self.bounds.begin("join", job.config.startup_s, reads=True)
+        self.bounds.begin("join", job.join_s, reads=True)
 
     def offered(self, member: Member, offer: StateOffered) -> bool:
         """A survivor serves its state; True when newcomers can be told, or are to be told anew."""

@@ -588,7 +588,7 @@ class Rank:
     def _await_release(self, limit_s: float = math.inf) -> None:
         deadline_s = time.monotonic() + limit_s
         with self.changed:
-            while not self.released and not self.orphaned and time.monotonic() < deadline_s:
+            while not (self.released or self.orphaned) and (self.fenced or time.monotonic() < deadline_s):
                 self.changed.wait(POLL_S)
 
     def _wait(self, ready: Callable[[], bool]) -> None:

@@ -53,7 +53,6 @@ from holdfast.store.writer import Written, write_share
 log = logging.getLogger("holdfast")
 
 SEAL_TIMEOUT_S = 60.0
-BLOCK_TIMEOUT_S = 60.0
 SCRIPT_TIMEOUT_S = 10.0
 """Less than what a survivor has to serve its state (``core/config.py``)."""
 WEIGHTS_TIMEOUT_S = 30.0
@@ -426,19 +425,17 @@ class Saver:
             self._done(order.save_id, written)
 
     def _await_boundary(self, settle: Settle) -> bool:
-        """Wait until this rank stands at the decided step; True when that is the start of an aborted block."""
+        """Wait until this rank stands at the decided step; True when that is the start of an aborted block.
+
+        The controller's bounds, or another fence, end the wait.
+        """
         rank = self._rank
-        deadline_s = time.monotonic() + BLOCK_TIMEOUT_S
         with rank.changed:
             while rank.goes_back or not (
                 rank.state in ("ready", "aborted", "finished") and rank.step == settle.step
             ):
                 if rank.state == "torn" or rank.machine.fenced != settle.generation:
                     raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
-                if time.monotonic() > deadline_s:
-                    raise StateError(
-                        f"the block of step {rank.step} did not end within {BLOCK_TIMEOUT_S:g} s"
-                    )
                 rank.changed.wait(POLL_S)
             self._await_script(settle)
             aborted = rank.state == "aborted"
