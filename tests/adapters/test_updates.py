@@ -148,7 +148,7 @@ def test_weights_that_the_script_changes_are_found_out(past_the_count: bool) -> 
     assert job.updates.undisturbed()
     weight: Any = job.net.get_parameter("0.weight")
     (weight.data if past_the_count else weight.detach()).clamp_(-0.01, 0.01)
-    assert job.updates.undisturbed() == past_the_count
+    assert not job.updates.undisturbed()
     assert job.updates.as_foretold() == "0.weight"
     job.updates.settle()
     assert job.updates.undisturbed()
@@ -180,6 +180,21 @@ def test_what_no_log_holds_is_refused_by_name(spoil: Callable[[Job], Any], what:
     spoil(job)
     with pytest.raises(StateError, match=what):
         job.updates.take(0)
+
+
+def test_a_step_that_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(OPTIMIZERS["sgd"])  # with a schedule, which replaces it, too
+    assert not job.updates.why_not()
+    monkeypatch.setattr(job.optimizer, "step", lambda: None)
+    assert "was replaced" in job.updates.why_not()
+
+
+def test_numbers_that_are_none_disturb_nothing() -> None:
+    job = Job(OPTIMIZERS["sgd"])
+    with torch.no_grad():
+        job.net.get_parameter("0.weight").fill_(float("nan"))
+    job.updates.settle()
+    assert job.updates.undisturbed()
 
 
 def test_several_optimizers_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from holdfast.adapters.torch.adapter import TorchAdapter
-from holdfast.errors import CheckpointInvalid, CheckpointMismatch
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
 from holdfast.session.memory import Tier
 from holdfast.session.rank import Rank
+from holdfast.session.updates import UpdateRecord
+from holdfast.store.updates import Gradient, Update, reachable
 
 
 def test_a_spare_asks_other_nodes_for_the_states_of_the_rank_that_it_became(tmp_path: Path) -> None:
@@ -57,3 +60,108 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(
     with pytest.raises(CheckpointMismatch, match=r"weight is BF16 \[3, 4\] in memory-00000-0, and"):
         tier_of(other).load(0)
     assert torch.equal(other.weight, before)
+
+
+class Changed:
+    """Updates of an optimizer; the script may have changed weights."""
+
+    disturbed = False
+
+    def why_not(self) -> str:
+        return ""
+
+    def rebuilds(self, fqn: str) -> bool:
+        return fqn == "weight"
+
+    def settle(self) -> None:
+        self.disturbed = False
+
+    def undisturbed(self) -> bool:
+        return not self.disturbed
+
+    def take(self, step: int) -> Update:
+        return Update(step, b"{}", (Gradient("weight", "F32", (4,), memoryview(bytes(16))),))
+
+    def foretell(self, update: Update) -> None:
+        pass
+
+    def as_foretold(self) -> str:
+        return ""
+
+    def replay(self, updates: Sequence[Update]) -> None:
+        raise AssertionError
+
+
+def record_in(where: Path, every: int) -> tuple[UpdateRecord, Changed]:
+    """A record that has started at step 0, with its state in memory."""
+    updates = Changed()
+    adapter: Any = SimpleNamespace(rank=0, world_size=4, updates=updates)
+    record = UpdateRecord(adapter, every)
+    record.know(where, 0)
+    record.start(0)
+    record.kept(0, 0.0)
+    return record, updates
+
+
+def test_nothing_counts_before_an_update_was_made_again(tmp_path: Path) -> None:
+    record, _ = record_in(tmp_path, 4)
+    record.note(0)
+    assert reachable(tmp_path, 0, (0,)) == ()
+    record.note(1)
+    assert reachable(tmp_path, 0, (0,)) == (1, 2)
+    for step in (2, 3, 4, 5):  # no state is kept: what the state of step 0 needs stays
+        record.note(step)
+    assert reachable(tmp_path, 0, (0,)) == (1, 2, 3, 4) and record.full(4) and not record.full(3)
+    record.kept(6, 0.0)
+    record.note(6)
+    assert reachable(tmp_path, 0, (6,)) == (7,)
+
+
+def test_weights_that_the_script_changes_end_the_log(tmp_path: Path) -> None:
+    record, updates = record_in(tmp_path, 4)
+    for step in (0, 1, 2):
+        record.note(step)
+    updates.disturbed = True
+    with pytest.raises(StateError, match=r"has changed weights .* at step 3"):
+        record.require_undisturbed(3)
+    record.note(3)
+    assert reachable(tmp_path, 0, (0,)) == ()
+    assert "changed weights or state of the optimizer itself before step 3" in record.allow({"weight"})
+
+
+def test_what_a_kept_state_has_of_the_script_no_log_has(tmp_path: Path) -> None:
+    """The state of step 2 holds it; a lost rank that had not kept it yet would come without."""
+    record, updates = record_in(tmp_path, 2)
+    record.note(0)
+    record.note(1)
+    updates.disturbed = True
+    record.kept(2, 0.0)
+    with pytest.raises(StateError, match="has changed weights"):
+        record.require_undisturbed(2)
+    record.note(2)
+    record.require_undisturbed(3)
+    assert reachable(tmp_path, 0, (2,)) == (3,)
+
+
+def test_what_is_done_before_the_first_update_makes_the_state_too_old(tmp_path: Path) -> None:
+    record, updates = record_in(tmp_path, 2)
+    updates.disturbed = True  # the script loads weights behind session(), say
+    record.note(0)
+    record.note(1)
+    assert reachable(tmp_path, 0, (0,)) == ()
+    record.kept(2, 0.0)
+    for step in (2, 3):
+        record.note(step)
+    assert reachable(tmp_path, 0, (2,)) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("alone", "why"),
+    [({"weight"}, ""), (set(), ""), ({"weight", "state.ema"}, "state.ema is neither a weight nor state of")],
+)
+def test_a_box_that_no_update_makes_is_named(tmp_path: Path, alone: set[str], why: str) -> None:
+    record, _ = record_in(tmp_path, 2)
+    for step in (0, 1):
+        record.note(step)
+    assert record.allow(alone).startswith(why) and bool(record.allow(alone)) == bool(why)
+    assert bool(reachable(tmp_path, 0, (0,))) == (alone == {"weight"})

@@ -56,6 +56,9 @@ class UpdateRecord:
         self._log: UpdateLog | None = None
         self._wanted = True  # as far as is known, some box has one holder
         self._base: int | None = None  # step of the newest kept state
+        self._changed_at = (
+            -1
+        )  # the newest step at which the script changed weights itself and a state was kept
         self._foretold = -1  # the update of this step was made on a copy
         self._proofs = 0
         self._noted = 0
@@ -86,7 +89,7 @@ class UpdateRecord:
 
     def start(self, step: int, *, replayed: bool = False) -> None:
         """The session stands at ``step``; ``replayed``: what was logged before it was made again here."""
-        self._foretold, self._since_s = -1, 0.0
+        self._foretold, self._changed_at, self._since_s = -1, -1, 0.0
         if self._log is not None:
             if replayed:
                 self._log.truncate(step)
@@ -102,7 +105,7 @@ class UpdateRecord:
         self._base = step
         self._cost_s += cost_s
         if self._updates is not None:
-            self._updates.settle()
+            self._settle(step, self._updates)
 
     def full(self, step: int) -> bool:
         """No update after that of ``step`` - 1 fits in: the state of ``step`` is to be kept."""
@@ -134,7 +137,7 @@ class UpdateRecord:
         ):  # before the first update since the state was kept
             updates_log.truncate(step)
             self._base = None
-            updates.settle()
+            self._settle(step, updates)
         elif not updates.undisturbed():
             raise StateError(
                 f"the script changed weights or state of the optimizer itself before step {step}"
@@ -144,6 +147,11 @@ class UpdateRecord:
                 raise StateError(f"the update of step {foretold} cannot be made again: {name} differs")
             self._proofs += 1
             updates_log.prove()
+
+    def _settle(self, step: int, updates: Updates) -> None:
+        if not updates.undisturbed():
+            self._changed_at = step
+        updates.settle()
 
     def _append(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
         """Raises: StateError."""
@@ -194,7 +202,7 @@ class UpdateRecord:
 
     def require_undisturbed(self, step: int) -> None:
         """Raises: StateError: a state made again from a log of another rank would lack what the script did here."""
-        if self._updates is not None and not self._updates.undisturbed():
+        if self._updates is not None and (self._changed_at == step or not self._updates.undisturbed()):
             raise StateError(
                 f"the script has changed weights or state of the optimizer itself at step {step}"
             )

@@ -547,6 +547,12 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
     return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 
+def is_replaced(optimizer: Optimizer) -> bool:
+    """``step()`` of this optimizer is another one than its class has; a schedule only counts the calls."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
 def steps_in_backward(parameter: torch.Tensor) -> bool:
     """True for a parameter of ``_apply_optimizer_in_backward``."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))

@@ -47,6 +47,8 @@ from holdfast.store.updates import Gradient, Update
 from holdfast.store.values import decode_mapping, encode_values
 
 _SEED = 0x5EED
+PIECES, PIECE_NUMEL = 4, 8192
+"""So many weights are looked at between two updates, and so many elements of each."""
 
 
 class Updates:
@@ -67,6 +69,8 @@ class Updates:
         self._refused = ""
         self._comes = False  # the optimizer is about to step in this block
         self._written: tuple[object, ...] | None = None  # counts of writes after the last update
+        self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # weight, where in it, what was there
+        self._turn = 0
         self._foretold: dict[str, int] = {}
 
     # ------------------------------------------------------------------ from the adapter
@@ -98,6 +102,8 @@ class Updates:
             return "a GradScaler decides about each update"
         if len(optimizers) != 1:
             return f"there are {len(optimizers)} optimizers"
+        if private.is_replaced(optimizers[0].optimizer):
+            return "step() of the optimizer was replaced by another function"
         for hook in private.step_hooks(optimizers[0].optimizer):
             if getattr(hook, "__self__", None) is not self._owner:
                 return "another hook runs at the optimizer's step"
@@ -114,10 +120,23 @@ class Updates:
     def settle(self) -> None:
         """What is there now is what the next update begins with."""
         self._written = self._counts()
+        self._turn += 1
+        self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
 
     def undisturbed(self) -> bool:
-        """By torch's counts of writes nothing but the optimizer has changed weights and its state. From any thread."""
-        return self._written is None or self._written == self._counts()
+        """By torch's counts of writes nothing but the optimizer has changed weights and its state, and some weights are
+        what they were. From any thread."""
+        return self._written is None or (
+            self._written == self._counts()
+            and all(torch.equal(_piece(p, at), noted) for p, at, noted in self._pieces)
+        )
+
+    def _choose(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Some weights and a place in each, others each time: ``parameter.data.clamp_()`` is not counted by torch."""
+        parameters = list(self._state.names.parameters.values())
+        for number in range(min(PIECES, len(parameters))):
+            parameter = parameters[(self._turn * PIECES + number) % len(parameters)]
+            yield parameter, self._turn * PIECE_NUMEL % max(local_of(parameter).numel(), 1)
 
     def take(self, step: int) -> Update:
         """The update of ``step`` that is about to be made. The bytes are those of the gradients, valid until then.
@@ -260,6 +279,11 @@ def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
     return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements
+
+
+def _piece(parameter: torch.Tensor, at: int) -> torch.Tensor:
+    """The bits of some elements; a number that is none is equal to itself."""
+    return local_of(parameter).reshape(-1)[at : at + PIECE_NUMEL].view(torch.uint8)
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
