@@ -99,7 +99,7 @@ class Changes:
         change: Callable[[int], None],
     ) -> None:
         """The whole training, in one loop or in one per epoch; ``steps``: of the loop that ends at its argument."""
-        for epoch in range(EPOCHS):
+        for epoch in session.epochs(EPOCHS if self.way == "between" else 1):
             until = (epoch + 1) * EPOCH_STEPS if self.way == "between" else EPOCHS * EPOCH_STEPS
             for step in steps(until):
                 number = step.number

@@ -109,14 +109,14 @@ def main() -> None:
         model=job.model, optimizer=job.optimizer, scheduler=job.schedule, state=state,
         checkpoint=given.checkpoint, resume=given.resume, save=8, keep=100, memory=4,
     ) as s:  # fmt: skip
-        for _ in range(EPOCHS if given.loops else 1):
+        for _ in s.epochs(EPOCHS if given.loops else 1):
             for step in s.steps(job.loader, epochs=1 if given.loops else EPOCHS):
                 job.struck(step.number, "term")
                 with step as (x, y):
                     job.compute(step.number, x, y)
                 if step.committed and step.last_in_epoch and not given.loops:
                     job.over(step.number)
-                if step.number == given.leave:
+                if step.committed and step.number == given.leave:
                     break
             if given.loops:
                 job.over(s.step)

@@ -37,7 +37,7 @@ def main(way: str, kill: str) -> None:
         phases: Iterable[int] = range(PHASES)
         if way == "skipping":
             phases = range(s.step // PHASE_STEPS, PHASES)
-        for phase in phases:
+        for phase in (int(name) for number in phases for name in s.phase(f"{number}")):
             until = (s.step if way in ("counted", "own") else phase * PHASE_STEPS) + PHASE_STEPS
             loader = DataLoader(data, 2 + phase, sampler=DistributedSampler(data))
             for step in s.steps(loader, until=until + rank * (way == "own")):

@@ -98,9 +98,8 @@ def main(way: str, kill: str) -> None:
                     scheduler.step()
                     job.changed(step.number)
                 job.learn(step)
-        for epoch in () if one_loop else range(EPOCHS):
-            sampler.set_epoch(epoch)
-            for step in s.steps(loader, epochs=1):
+        for epoch in s.epochs(0 if one_loop else EPOCHS):
+            for step in s.steps(loader):
                 job.learn(step)
             history.append(job.validate() if way == "plateau" else float(epoch))
             scheduler.step(*history[-1:] if way == "plateau" else ())

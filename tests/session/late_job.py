@@ -128,7 +128,7 @@ def main() -> None:
     with holdfast.session(
         model=job.model, optimizer=job.optimizer, scheduler=job.schedule, checkpoint="ckpt", memory=job.memory
     ) as s:
-        for _ in range(loops):
+        for _ in s.epochs(loops):
             for step in s.steps(job.loader, epochs=EPOCHS // loops):
                 with step as (x, y):
                     if given.way == "next" and step.number == STRUCK_AT:
@@ -136,7 +136,7 @@ def main() -> None:
                     job.compute(x, y)
                 if step.committed and step.last_in_epoch and not leaves:
                     job.over(s, step.number)
-                if leaves and step.number == STRUCK_AT - 1:
+                if leaves and step.committed and step.number == STRUCK_AT - 1:
                     if given.way != "next":
                         job.struck()
                     if given.way == "exit":

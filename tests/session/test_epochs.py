@@ -78,9 +78,9 @@ def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
 
 
 @pytest.mark.parametrize("kill", ["1:7", pytest.param("0:6", marks=pytest.mark.more)])
-def test_a_validation_of_all_ranks_is_never_made_by_a_newcomer_alone(
+def test_a_newcomer_does_not_come_to_the_validations_of_epochs_that_are_done(
     tmp_path: Path, calm: Calm, kill: str
 ) -> None:
     told, output = ends(tmp_path / "job", JOB, "plateau", kill)
     assert told == calm("plateau"), output
-    assert "restart last gasp" in output and "1 fault," in output, output
+    assert "F001: replace" in output and "1 fault," in output, output

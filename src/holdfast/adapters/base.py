@@ -174,8 +174,12 @@ class Adapter(Protocol):
         Unless ``again``, what it does there may change learning rates and the user's own state.
         """
 
-    def remember(self, step: int) -> None:
-        """A loop is over, or begins: what the script does from now on, before ``step``, may change the same."""
+    def remember(self, step: int, *, whole: bool = False) -> None:
+        """A loop is over, or begins: what the script does from now on, before ``step``, may change the same.
+
+        Args:
+            whole: or any of its own state, also what would cost too much to copy at each step (averages of weights).
+        """
 
     def begin(self, step: int) -> None:
         """Seed the generators and copy what forward changes."""

@@ -105,7 +105,7 @@ class Meshed(Generic[Kept]):
         if not again:
             self.remember(step)
 
-    def remember(self, step: int) -> None:
+    def remember(self, step: int, *, whole: bool = False) -> None:
         """Copy learning rates and the user's state."""
         self.state.take_before(step)
 

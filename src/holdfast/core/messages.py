@@ -105,6 +105,7 @@ class Settled(Message, frozen=True):
     away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
     kept: tuple[int, ...] = ()  # steps whose states of this rank are in memory, for the memory tier
     rewind: int = -1  # it can go back in place to a kept state of this step or later; -1: it cannot
+    turns: int = 0  # of epochs and phases, that the whole job has done as far as this rank knows
 
 
 class SaveReported(Message, frozen=True):
@@ -227,6 +228,7 @@ class Settle(Message, frozen=True):
     replays: bool = (
         False  # as in ``Receive``: give the state only where it is what the optimizer's updates made of it
     )
+    turns: int = 0  # of epochs and phases, that the whole job has done
 
 
 class Receive(Message, frozen=True):

@@ -497,6 +497,7 @@ class Recovery:
                 rewind=self._rewind,
                 vouch=not self.is_vouched and self.phase != "retrying",
                 replays=self.phase == "replacing" and self.replacement.replays,
+                turns=max((report.turns for report in self.reports.values()), default=0),
             )
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)

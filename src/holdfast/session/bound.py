@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 from enum import Enum
 
+from holdfast.adapters.base import Adapter
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.client import Client
 from holdfast.store.manifest import attempt_key
 from holdfast.store.values import decode_values, encode_values
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -32,7 +34,7 @@ ADVICE = "give until= a number that does not depend on s.step: s.steps(loader, u
 
 FROM_THE_FIRST = (
     "begin with the first loop at each start, those that are over yield nothing: "
-    "for epoch in range(epochs): for step in s.steps(loader, epochs=1): ..."
+    "for epoch in s.epochs(N): for step in s.steps(loader): ..."
 )
 ENDLESS = 2**62
 """A loop without data until then has no end of its own: a framework leaves it where its state says so, in a newcomer,
@@ -134,4 +136,21 @@ def compare_bounds(client: Client | None, rank: int, world_size: int, loop: int,
         raise UsageError(
             f"loop {loop} of the script ends at step {end} on rank {rank}, and at step {theirs} on rank {other}",
             hint="give every rank the same until=, not one that its own data or clock says",
+        )
+
+
+def compare_turns(client: Client | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
+    """Compare with what the first rank that came to this part of the script has.
+
+    Raises:
+        UsageError: it has another number of turns.
+    """
+    if client is None or adapter.world_size == 1:
+        return
+    words = encode_values([kind, turns], "turns")
+    reply = client.kv("compare_set", (f"holdfast/turns/{way}",), value=words)
+    if not reply.error and reply.value != words:
+        raise UsageError(
+            f"{kind} has {plural(turns, 'turn')} on rank {adapter.rank}, and another rank has another number",
+            hint="give every rank the same s.epochs(N) and s.phase(name), in the same order",
         )

@@ -17,6 +17,7 @@ def steps_of_framework(session: Session) -> Iterator[Step]:
     that starts again, and it is in the state already. So it stands between two loops of the session, the first of which
     has no steps: there it counts once (``loop.py``).
     """
+    session.takes_loops()
     for step in session.steps(until=0):
         raise InternalError(f"step {step.number} of a loop without steps")
     return session.steps(until=ENDLESS)

@@ -24,20 +24,24 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.adapters.base import Adapter, Feed
 from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
-from holdfast.errors import StepError
+from holdfast.errors import StepError, UsageError
 from holdfast.runtime.page import LOCAL_SIZE_BYTES_MAX
 from holdfast.session.batches import Batches
 from holdfast.session.between import Between
 from holdfast.session.bound import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
+from holdfast.session.memory import Tier
 from holdfast.session.rank import Rank
+from holdfast.session.script import leaves
 from holdfast.session.step import Step
+from holdfast.session.walk import IDIOM, Walk
 from holdfast.store.values import encode_values
 from holdfast.wording import plural
 
@@ -50,27 +54,26 @@ class Loops:
     Args:
         rank, adapter: of the session.
         parts: batches in one step: ranks whose work this one does, itself included.
-        returns: whether the job may go back to a step that it kept, which a loop without a feed cannot.
+        tier: what is kept of each step: the job may go back to it, which a loop without a feed cannot.
         between: hears where the script is.
 
     Attributes:
+        walk: where the script is among its epochs and phases.
         own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
         open: the loop that was begun last has not come to its end: the script is in it, or has left it.
     """
 
-    def __init__(
-        self, rank: Rank, adapter: Adapter, parts: int, returns: Callable[[], bool], between: Between
-    ) -> None:
+    def __init__(self, rank: Rank, adapter: Adapter, parts: int, tier: Tier, between: Between) -> None:
         self.place: dict[str, Any] = {"loop": -1}
+        self.walk = Walk()
         self.local: dict[str, Plain] = {}
         self.own: Plain = None
         self.open = False
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
-        self._returns = returns
+        self._tier = tier
         self._between = between
-        self._count = 0
         self._before = Before.ANOTHER_JOB
         self._passed_over = False  # a loop, and the one where the job is has not come yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
@@ -86,6 +89,8 @@ class Loops:
         )  # position and local values at the start of the loop
         self._batches = Batches(adapter)
         self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
+        self._given: Step | None = None  # the script is at this one
+        self._left_behind: Step | None = None  # it has left its loop there
         self._tried = -1  # the newest step that the script was given
         self._after: Plain = None  # state of the loader after the step that is voted on
         self._told = b""  # on the page last
@@ -107,6 +112,8 @@ class Loops:
         """
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
+        self.walk.stand_at(self.place.get("turns"))
+        self._rank.turns = self.walk.passed
         self._parts_then = int(session.get("parts", 1))
         world = int(session.get("world", self._adapter.world_size))
         # With other ranks a loader has another length, and an epoch another end.
@@ -122,8 +129,10 @@ class Loops:
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """The same for a job that goes back in place, in the loop that is open."""
-        loop = self.place["loop"]
+        loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
+        self.walk.stand_at(turns)  # it goes back in the loop that is open, so in the turn that is
+        self._rank.turns = self.walk.passed
         if self.place["loop"] != loop:  # the state is of the moment at which this loop began
             self.place = {"loop": loop, "at": self._began[0]}
             self._say_what_it_is()
@@ -151,9 +160,7 @@ class Loops:
             make: makes a step of this number.
             back: the script is back from behind the block of a step.
         """
-        loop = self._count
-        self._count += 1
-        return self._run(loop, loader, epochs, until, left, make, back)
+        return self._run(self.walk.next_loop(), loader, epochs, until, left, make, back)
 
     def _run(
         self,
@@ -172,7 +179,7 @@ class Loops:
                 self.begun = None
             if loop == 0 and self._first is not None:
                 self._anew = counted_anew(self._rank.step, until, self._first)
-            self._pass_over()
+            self.pass_over()
             return  # the checkpoint was written in a later loop of the script
         self._come_in()
         self._bound = self._end_of(loop, until)
@@ -181,26 +188,38 @@ class Loops:
             feed = self._adapter.feed(loader)
         self._feed = feed
         self._data = self._compare(feed, loop)
+        first = self.walk.epoch or 0
         if feed is not None and saved_loop == loop:
             self._seek(feed)
+        elif feed is not None and first:  # each epoch of the script has data in an order of its own
+            feed.seek({"epoch": first * (epochs or 1), "batch": 0})
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        self._drawn, self._epochs = -1, epochs
-        if feed is not None and self._returns():  # code that draws its own batches cannot be told to go back
+        self._drawn, self._epochs = -1, None if epochs is None else epochs * (first + 1)
+        if feed is not None and self._tier.on:  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
         end, begun_at = self._bound[1], self._rank.step
         self.open = feed is not None or end is None or end < ENDLESS
+        if self.walk.inside and saved_loop < loop:
+            self._tier.renew(self._rank.step)
         back()  # also from behind the block from which it has left the loop before this one
         try:
-            yield from self._each(lambda: left() or (end is not None and self._rank.step >= end), make, back)
+            yield from self._each(lambda: left() or self._is_over(end), make, back)
             nothing = saved_loop == loop and self._rank.step == begun_at and not left()
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
-            self._adapter.remember(self._rank.step)
+            self._end_loop()
             self.open = False
+            if self.walk.inside and left():
+                raise SystemExit(0)  # what follows in this epoch comes when the job has done the rest of it
+        except GeneratorExit:
+            self._left_behind = self._given
+            if self.walk.inside and not left():
+                self._leave(certain=leaves(sys._getframe(1)))
+            raise
         finally:
             self._between.enter()
             # Left by the script, there are no copies of before what follows; it belongs to the last step's state.
@@ -215,7 +234,63 @@ class Loops:
             with self._rank.changed:
                 self._rank.stray()
 
-    def _pass_over(self) -> None:
+    def _leave(self, *, certain: bool) -> None:
+        """The script has left the loop by ``break``, or an exception has: then it goes up, or the script catches it."""
+        if certain or not (self._adapter.poisoned or self._rank.fenced):
+            self.place["left"] = True
+            self._tier.amend(self._rank.step)
+            self._end_loop()
+            self.open = not certain
+
+    def require_whole(self) -> None:
+        """The script has come back to the session.
+
+        Raises:
+            StepError: it has left a loop behind a block that did not count, and the step is not done.
+        """
+        step, self._left_behind = self._left_behind, None
+        if step is not None and step.entered and not step.committed:
+            raise StepError(
+                f"the script has left its loop behind step {step.number}, whose block did not count: the step would "
+                "be missing",
+                hint="a block runs again after a fault and for its check: `if step.committed and ...: break`",
+            )
+
+    @property
+    def strays(self) -> bool:
+        """The script has left the loop, and whoever comes in would come into it."""
+        return self.open and not self.place.get("left", False)
+
+    def fall(self) -> None:
+        """The script's own exception goes up: it may have been what has left the loop."""
+        if self.open:
+            self.place["left"] = False
+
+    def _is_over(self, end: int | None) -> bool:
+        """The loop is at its end, or the script has left it in an epoch or phase that is not done yet."""
+        return (end is not None and self._rank.step >= end) or self.place.get("left", False)
+
+    def note_turns(self) -> None:
+        """Into the place: which epochs and phases the job has done."""
+        self.place["turns"] = self.walk.record
+
+    def require_all(self) -> None:
+        """The script ends in order. Raises: UsageError when the job has come further than this script."""
+        unused = not self.walk.loops and self.place.get("over", False)
+        if not unused and (missing := self.walk.missing(self.place["loop"])):
+            raise UsageError(
+                f"the script has ended at step {self._rank.step}, without {missing}: steps would be missing",
+                hint=f"the session leaves out what is done: {IDIOM}, in the order of the start",
+            )
+
+    def _end_loop(self) -> None:
+        """What the script does from now on it may do again, with the same state and random numbers."""
+        self.place["over"] = True
+        if self.walk.inside:
+            self._adapter.between(self._rank.step, 0, again=True)
+        self._adapter.remember(self._rank.step, whole=self.walk.inside)
+
+    def pass_over(self) -> None:
         """A loop that the job has behind it: what the script does after it is in the state that was restored."""
         if not self._passed_over:
             self._passed_over = True
@@ -233,7 +308,8 @@ class Loops:
         """Into the place: data and bound of the open loop, and the bound of the first one."""
         if self.place["loop"] == 0:
             self._first = self._bound
-        self.place.update(data=self._data, bound=self._bound, first=self._first)
+        self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
+        self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
         """Where this loop began and ends. Raises: UsageError when it ends elsewhere on another rank."""
@@ -298,7 +374,9 @@ class Loops:
             # Also when it is tried again, by whomever.
             self._adapter.between(step.number, step.part, again=step.again)
             self._between.enter(again=step.again)
+            self._given = step
             yield step
+            self._given = None
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:
                 raise StepError(

@@ -171,6 +171,12 @@ class Tier:
             self._keep(step, amended=True)
         self._slots.finish()
 
+    def renew(self, step: int) -> None:
+        """A loop begins at ``step`` behind an epoch or phase: what was kept of this step is of the loop before it."""
+        if self._slots is not None and step in self._slots.steps():
+            self._keep(step, amended=True)
+            self._slots.finish()
+
     def _stamp(self, collected: Collected, step: int) -> Stamp:
         values = encode_values(dict(self._values(collected, step)))
         return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())

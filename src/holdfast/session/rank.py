@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -43,25 +43,15 @@ from holdfast.core.messages import (
     StepReached,
 )
 from holdfast.core.page import Flag, Phase, Word
-from holdfast.core.sightings import CopiesDiffer, CopyDigest
 from holdfast.core.step import StepMachine
 from holdfast.core.vote import Tally
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
+from holdfast.session.calls import Calls
 
 POLL_S = 0.5
 TEXT_LENGTH_MAX = 1000
-
-
-class Calls(NamedTuple):
-    """Into the session."""
-
-    settle: Callable[[Settle], None] = lambda settle: None  # client thread: the machine took a decision
-    resume: Callable[[], None] = lambda: None  # client thread: the job goes on in place
-    rewind: Callable[[int], None] = lambda step: None  # main thread: go back to the kept state of this step
-    kept: Callable[[], tuple[int, ...]] = tuple  # steps of which the memory tier has this rank's state
-    joined: Callable[[int], object] = lambda step: None  # main thread of a newcomer: it waits for this step
 
 
 class Rank:
@@ -76,6 +66,7 @@ class Rank:
         rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
         behind: where the script is that may change the state: behind a block or a loop, or out before a block.
         in_section: it announced what it does there, and is away for so long.
+        turns: of epochs and phases, that the whole job has done.
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
@@ -86,10 +77,10 @@ class Rank:
         self.client = client
         self.exit_source = ""
         self.orphaned = False
-        self.released = False
-        self.away = self.in_section = False
+        self.released = self.away = self.in_section = self.goes_back = False
         self.rewind = -1
-        self.goes_back = False
+        self.turns = self._decided_turns = 0
+        self._settled_in: Generation | None = None
         self.behind: Literal["", "block", "loop", "out"] = ""
         self._out = False  # the main thread is in the script, between a step of the loop and its block
         self.catalogue_version = NO_VERSION
@@ -163,11 +154,6 @@ class Rank:
                 FaultSeen(member_id=self.member_id, generation=generation, step=self.step, what=text)
             )
 
-    def copies_differ(self, step: int, copies: tuple[CopyDigest, ...]) -> None:
-        """A vote said so: tell the controller what this rank holds."""
-        if self.client is not None:
-            self.client.send(CopiesDiffer(self.member_id, self.machine.generation, step, copies))
-
     def freed(self) -> None:
         """This process is out of its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
@@ -209,6 +195,7 @@ class Rank:
             step=self.machine.step,
             away=self.away,
             rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
+            turns=self.turns,
         )
         if now != self._told:
             self._told, freed_ns = now, self.client.page[Word.FREED_NS]
@@ -280,6 +267,7 @@ class Rank:
         with self.changed:
             if self.machine.fenced != settle.generation:
                 return
+            self._settled_in, self._decided_turns = settle.generation, settle.turns
             self.machine.decide(settle.step)
             self.changed.notify_all()
         self._calls.settle(settle)
@@ -544,6 +532,20 @@ class Rank:
         with self.changed:
             self._wait(lambda: self.fenced)
 
+    def pass_turn(self) -> bool:
+        """All ranks have done a turn; False when a fence came first: the decision says whether that counts."""
+        with self.changed:
+            self.turns += not self.fenced
+            return not self.fenced
+
+    def await_turns(self) -> int:
+        """Fenced at the end of a turn: how many the job has done, as the decision says."""
+        self.freed()
+        with self.changed:
+            self._wait(lambda: self._resume is not None or self._settled_in == self.machine.fenced)
+            self.turns = max(self.turns, self._decided_turns)
+            return self.turns
+
     def staged(self, step: int) -> None:
         """A writer process has this rank's share of a save of ``step``."""
         if self.client is not None:
@@ -593,7 +595,6 @@ class Rank:
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not ready():
-            if self.orphaned:
-                # A fault without anyone to decide: the newest sealed checkpoint is what counts.
+            if self.orphaned:  # a fault without anyone to decide: the newest sealed checkpoint is what counts
                 leave_process(Exit.ORPHANED)
             self.changed.wait(POLL_S)

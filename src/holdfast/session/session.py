@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
@@ -34,20 +35,22 @@ from holdfast.runtime.standin import StandIn
 from holdfast.session.behind import Behind
 from holdfast.session.between import Between
 from holdfast.session.bound import before_of
+from holdfast.session.calls import Calls
 from holdfast.session.common import Common
 from holdfast.session.handover import take_over
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
-from holdfast.session.rank import Calls, Rank
+from holdfast.session.rank import Rank
+from holdfast.session.repeating import Repeating
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
 from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
 from holdfast.session.section import Sections
 from holdfast.session.settings import Settings
 from holdfast.session.signals import ExitWatch
-from holdfast.session.spare import rehearsals
 from holdfast.session.step import Blocks, Step
+from holdfast.session.turns import Turns
 from holdfast.session.verify import Verifier
 from holdfast.session.votes import Votes
 from holdfast.store.lineage import Lineage
@@ -63,7 +66,7 @@ PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
 
 
-class Session:
+class Session(Repeating):
     """Made by :func:`holdfast.session`; a context manager.
 
     Attributes:
@@ -78,12 +81,14 @@ class Session:
         self._spare: StandIn | None = None
         self._rehearsing = self._attached = self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
+        self._entered_by: tuple[FrameType, int] | None = None
         self._collecting: int | None = None  # the state of this step is read, the machine is at another
 
     # ------------------------------------------------------------------ open
 
     def __enter__(self) -> Self:
-        settings = self._settings
+        settings, caller = self._settings, sys._getframe(1)
+        self._entered_by = caller, caller.f_lasti
         self._adapter = self._make_adapter()
         self._parts = int(os.environ.get(PARTS_VARIABLE, "1"))
         if self._parts > 1 and not isinstance(self._adapter, TakesParts):
@@ -108,8 +113,11 @@ class Session:
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
         self._sections = Sections(self._rank)
         self._between = Between(self._rank)
-        self._loops = Loops(self._rank, self._adapter, self._parts, lambda: self._tier.on, self._between)
+        self._loops = Loops(self._rank, self._adapter, self._parts, self._tier, self._between)
         self._votes = Votes(self._rank, self._adapter)
+        self._turns = Turns(
+            self._rank, self._adapter, self._loops, self._between, self._votes.cast, self._leaves
+        )
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Saver(
             self._rank, self._adapter, self.root, run.saves_as, settings.keep,
@@ -304,6 +312,9 @@ class Session:
         finally:
             self._collecting = None
 
+    def _leaves(self) -> bool:
+        return self._behind.exit_agreed
+
     @property
     def exiting(self) -> bool:
         """All ranks have agreed to leave: no step follows."""
@@ -378,60 +389,6 @@ class Session:
             )
         with self._sections.run(name):
             yield
-
-    def steps(
-        self, loader: Any = None, *, until: int | None = None, epochs: int | None = None
-    ) -> Iterator[Step]:
-        """Steps from where the job is. Use each as ``with step as batch:``.
-
-        What stands before a block is run again when the block is: ``if ... and not step.again:``. There, and after a
-        loop, it is run again when all ranks start again, with schedulers, learning rates and ``state=`` of before.
-
-        Args:
-            loader: a DataLoader or any iterable of batches; None: the block gets None.
-            until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
-            epochs: stop after this many passes over the loader; 1 when neither is given.
-
-        Raises:
-            UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
-                have different datasets: another length or, where that is only memory, another content. A dataset that
-                is code may say who it is by an attribute ``fingerprint``, for instance the checksum of its file.
-            EmptyLoaderError: the loader yields no batch.
-            StepError: a step was not entered by ``with``.
-        """
-        self._require_entered()
-        if loader is None and until is None:
-            raise UsageError("steps() needs a loader, or until=N", hint="s.steps(loader, until=10_000)")
-        if loader is None and self._parts > 1:
-            raise UnsupportedError(
-                "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
-                hint="s.steps(loader, ...), or start without --shrink-to",
-            )
-        passes = epochs if until is not None or epochs is not None else 1
-        self._behind.begin()
-        loop = self._loops.run(
-            loader,
-            passes,
-            until,
-            lambda: self._behind.exit_agreed,
-            lambda n: Step(self._blocks, n),
-            self._behind.come_back,
-        )
-        return loop if self._spare is None else self._after_rehearsal(loader, loop)
-
-    def _after_rehearsal(self, loader: Any, loop: Iterator[Step]) -> Iterator[Step]:
-        self._rehearsing = True
-        feed = None if loader is None else self._adapter.feed(loader)
-        try:
-            yield from rehearsals(self._adapter, self._blocks, feed)
-            self._rehearsing = False
-            self._go_on_stage()
-            if isinstance(self._adapter, StandsIn) and feed is not None and feed.repeatable:
-                self._loops.begun, feed = feed, None
-        finally:
-            if feed is not None:
-                feed.close()
-        yield from loop
 
     def framework_stands(self) -> None:
         """The loop is another library's: what it has done before its next block, setting itself up first, is done."""
@@ -511,6 +468,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered_by = None
         if self._watch is None and error is not None:
             self._adapter.detach()
             return  # a spare that was not called, or could not take its state: nothing in it is of this job
@@ -546,6 +504,8 @@ class Session:
         rank.away = True
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
+        if not broken:
+            self._loops.fall()
         if self._client is not None and broken:
             what = error.message if isinstance(error, HoldfastError) else str(error)
             log.error("holdfast: %s: %s; waiting for the order to leave", type(error).__name__, what)
@@ -569,6 +529,9 @@ class Session:
     def _finish(self) -> None:
         """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
         rank, saver = self._rank, self._saver
+        if not self._behind.exit_agreed:
+            self._turns.close()
+            self._loops.require_all()
         self._loops.finish()
         self._behind.come_back()
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)

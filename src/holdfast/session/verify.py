@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.adapters.base import Adapter, Collected, ComparesCopies
 from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
-from holdfast.core.sightings import CopyDigest, ranks_text
+from holdfast.core.sightings import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.vote import Ballot
 from holdfast.errors import StateError
 from holdfast.session.rank import Rank
@@ -144,7 +144,12 @@ class Verifier:
     def tell(self, step: int) -> None:
         """The vote of ``step`` said that copies differ: tell what this rank holds."""
         if self._collected is not None:
-            self._rank.copies_differ(step, self.digests(self._collected, self._slices))
+            rank, copies = self._rank, self.digests(self._collected, self._slices)
+            if rank.client is not None:
+                generation = rank.machine.generation
+                rank.client.send(
+                    CopiesDiffer(member_id=rank.member_id, generation=generation, step=step, copies=copies)
+                )
 
     def digests(self, collected: Collected, slices: Slices | None = None) -> tuple[CopyDigest, ...]:
         """Digests of ``slices`` (None: of all that others hold too), each with its name."""

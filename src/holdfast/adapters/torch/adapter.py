@@ -355,10 +355,10 @@ class TorchAdapter:
         else:
             self.remember(step)
 
-    def remember(self, step: int) -> None:
+    def remember(self, step: int, *, whole: bool = False) -> None:
         """Copy learning rates, schedules and the user's state."""
         self._devices.order()
-        self._snapshot.take_before(step)
+        self._snapshot.take_before(step, whole=whole)
         self._sample.note()
 
     def holds_weights(self) -> bool:

@@ -58,9 +58,12 @@ class Snapshot:
         self.undo.clear()
         self.averages.take()
 
-    def take_before(self, step: int) -> None:
+    def take_before(self, step: int, *, whole: bool = False) -> None:
         """Copy what the script may change before it enters the block of ``step``: learning rates, its own state."""
-        extras = {**clone(self._state.plain_extras()), **self._small_objects()}
+        extras = {
+            **clone(self._state.plain_extras()),
+            **(self._all_objects() if whole else self._small_objects()),
+        }
         self._before = (step, Before(self._group_values(), self._schedules(), extras))
 
     def before(self, step: int) -> Before:
@@ -79,6 +82,14 @@ class Snapshot:
 
     def _schedules(self) -> dict[str, Any]:
         return {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in self._state.schedulers.items()}
+
+    def _all_objects(self) -> dict[str, Any]:
+        items = self._state.objects().items()
+        return {
+            name: clone(item.state_dict())
+            for name, item in items
+            if not getattr(item, "shows_committed_steps", False)
+        }
 
     def _small_objects(self) -> dict[str, Any]:
         """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
