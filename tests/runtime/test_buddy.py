@@ -57,6 +57,18 @@ def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, bu
     assert kept_steps(buddy.directory, 2) == (8, 10), "12 did not happen"
 
 
+def test_a_node_that_was_lost_and_is_back_replaces_no_newer_state(tmp_path: Path, buddy: Agent) -> None:
+    """Its process pushed on, and dropped what the one in its seat had given."""
+    lost, home = tmp_path / "lost", tmp_path / "home"
+    for directory, step in ((lost, 4), (home, 8)):
+        directory.mkdir()
+        keep(Slots(directory, 2), step)
+    assert push(lost, 2, 4, buddy.at, TOKEN, 5)
+    assert push(home, 2, 8, buddy.at, TOKEN, 6)
+    assert not push(lost, 2, 4, buddy.at, TOKEN, 5)
+    assert kept_steps(buddy.directory, 2) == (4, 8) and buddy.held == [2, 2]
+
+
 def test_a_state_that_was_changed_on_the_way_is_not_kept(tmp_path: Path, buddy: Agent) -> None:
     home = tmp_path / "home"
     home.mkdir()

@@ -43,11 +43,12 @@ ROLE = "peer"
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A state of this rank follows."""
+    """A state of this rank follows, of a process of ``generation`` (packed)."""
 
     rank: int
     step: int
     size_bytes: int
+    generation: int
 
 
 class Bytes(msgspec.Struct, frozen=True, tag=True):
@@ -99,6 +100,7 @@ class BuddyServer(AnswerServer[Talk]):
         self._directory = directory
         self._on_held = on_held
         self._incoming: dict[int, Incoming] = {}
+        self._newest: dict[int, int] = {}  # generation by rank
         self._lock = threading.Lock()
 
     def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
@@ -110,7 +112,10 @@ class BuddyServer(AnswerServer[Talk]):
 
     def _do(self, message: Talk) -> Talk:
         match message:
+            case Begin() if message.generation < self._newest.get(message.rank, 0):
+                return Answer()  # of a node that was lost, and is back: another process is this rank now
             case Begin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
+                self._newest[message.rank] = message.generation
                 self._incoming[message.rank] = Incoming.begin(
                     self._directory, message.rank, message.step, message.size_bytes
                 )
@@ -131,15 +136,21 @@ class BuddyServer(AnswerServer[Talk]):
         return Answer(1)
 
 
-def push(directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes) -> int:
-    """Send one state to the agent that listens at ``to``; its digest when that has it, verified, else 0."""
+def push(
+    directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes, generation: int = 0
+) -> int:
+    """Send one state to the agent that listens at ``to``; its digest when that has it, verified, else 0.
+
+    Args:
+        generation: of the process whose state it is, packed.
+    """
     try:
         line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
         size, marker, data = read_raw(directory, rank, step, 0, PIECE_SIZE_BYTES)
-        good = _asked(line, Begin(rank, step, size)).size_bytes > 0
+        good = _asked(line, Begin(rank, step, size, generation)).size_bytes > 0
         start = 0
         while good and data:
             good = _asked(line, Bytes(rank, start, data)).size_bytes > 0
@@ -254,8 +265,10 @@ class Buddies:
             buddy = self._buddy()
             arrived = newest.digest
             if buddy is not None:
-                at = (buddy.host, buddy.memory_port)
-                arrived = await asyncio.to_thread(push, self._directory, rank, newest.step, at, self._token)
+                at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
+                arrived = await asyncio.to_thread(
+                    push, self._directory, rank, newest.step, at, self._token, generation
+                )
             if arrived:
                 page[Word.ARRIVED] = arrived
         finally:
