@@ -227,13 +227,25 @@ class Journal:
         until_s = time.monotonic() + self.room_wait_s
         while True:
             try:
-                return self._append(kind, data, durable, said)
+                event = self._append(kind, data, said)
+                break
             except OSError as error:
                 if error.errno not in NO_ROOM or time.monotonic() >= until_s:
                     raise
             time.sleep(ROOM_LOOK_S)
+        if durable:
+            self.sync()
+        return event
 
-    def _append(self, kind: str, data: Mapping[str, Field], durable: bool, said: Said | None) -> Event:
+    def sync(self) -> None:
+        """All that was appended is on the disk. Nobody else waits for this: the file is not locked meanwhile.
+
+        Raises:
+            OSError: the disk is gone.
+        """
+        os.fdatasync(self._fd)
+
+    def _append(self, kind: str, data: Mapping[str, Field], said: Said | None) -> Event:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             self._catch_up()
@@ -245,8 +257,6 @@ class Journal:
             self._write(line)
             self._end += len(line)
             self._seq = event.seq
-            if durable:
-                os.fdatasync(self._fd)
             return event
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)

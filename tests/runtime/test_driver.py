@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,58 @@ def test_records_are_in_the_log_before_any_effect(tmp_path: Path) -> None:
         lambda command: seen.append([event.kind for event in journal.read(path).events]),
     )
     assert failure is None and seen == [["late", "later"]]
+
+
+def test_a_slow_disk_holds_effects_and_events_back_and_not_the_loop(tmp_path: Path) -> None:
+    """The beat of the controller waited for a flush of the disk, and it was deposed."""
+    synced, path = threading.Event(), tmp_path / "events.jsonl"
+    done: list[Command] = []
+
+    def flush() -> None:
+        synced.wait(10)
+
+    machine = Script([Record(kind="one", data={}), FINISH], [Record(kind="two", data={}), FINISH], [FINISH])
+
+    async def main() -> None:
+        log = Journal.open(path, "test")
+        all_done = asyncio.Event()
+
+        def execute(command: Command) -> None:
+            done.append(command)
+            if len(done) == 3:
+                all_done.set()
+
+        driver = Driver(machine, log, execute, flush)
+        driver.start()
+        driver.post(BEAT)
+        driver.post(BEAT)
+        await asyncio.sleep(0)
+        assert [event.kind for event in journal.read(path).events] == ["one"] and not done
+        synced.set()
+        await all_done.wait()
+        driver.close()
+        log.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert [event.kind for event in journal.read(path).events] == ["one", "two"] and machine.events == [
+        BEAT,
+        BEAT,
+    ]
+
+
+def test_a_disk_that_is_gone_is_a_failure(tmp_path: Path) -> None:
+    def gone() -> None:
+        raise OSError("gone")
+
+    async def main() -> BaseException | None:
+        log = Journal.open(tmp_path / "events.jsonl", "test")
+        driver = Driver(Script([Record(kind="one", data={}), FINISH]), log, lambda command: None, gone)
+        driver.start()
+        await asyncio.wait({driver.failure}, timeout=10)
+        log.close()
+        return driver.failure.exception()
+
+    assert isinstance(asyncio.run(main()), OSError)
 
 
 def test_timers_replace_each_other_and_are_cancelled(tmp_path: Path) -> None:

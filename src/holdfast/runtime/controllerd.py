@@ -179,7 +179,7 @@ class ControllerDaemon:
         me = self._settings.node
         place = (1 + (voters.index(NodeId(me)) if me in voters else len(voters))) if self._alone else 0
         config = config_of(self._settings, self._term, voters, place)
-        self._driver = Driver(Controller(config, past, uncovered), log, self._execute)
+        self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
             self._run.token(),

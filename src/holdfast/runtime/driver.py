@@ -47,15 +47,25 @@ class Driver:
         machine: the machine.
         journal: where its records go.
         execute: carries out every command that is neither record nor timer; it may call :meth:`post`.
+        sync: puts the journal on the disk, in a thread: effects and later events wait for it, the event loop does not.
+            None: the journal does so itself.
     """
 
-    def __init__(self, machine: Machine, journal: Log, execute: Callable[[Command], None]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        journal: Log,
+        execute: Callable[[Command], None],
+        sync: Callable[[], None] | None = None,
+    ) -> None:
         self.machine = machine
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._journal = journal
         self._execute = execute
-        self._events: deque[Message | None] = deque()  # None: start
-        self._busy = False
+        self._sync = sync
+        self._syncing: asyncio.Future[None] | None = None
+        self._events: deque[tuple[float, Message | None]] = deque()  # when it came; None: start
+        self._busy = self._closed = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
@@ -67,13 +77,16 @@ class Driver:
         self._run(event)
 
     def _run(self, event: Message | None) -> None:
-        self._events.append(event)
+        self._events.append((time.monotonic(), event))
+        self._drain()
+
+    def _drain(self) -> None:
         if self._busy:
             return
         self._busy = True
         try:
-            while self._events and not self.failure.done():
-                self._step(self._events.popleft())
+            while self._events and self._syncing is None and not self.failure.done():
+                self._step(*self._events.popleft())
         except Exception as error:  # whatever broke: the daemon must end with it, not go on half-alive
             self.fail(error)
         finally:
@@ -96,18 +109,42 @@ class Driver:
 
     def close(self) -> None:
         """Forget all timers and events."""
+        self._closed = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         self._events.clear()
 
-    def _step(self, event: Message | None) -> None:
-        now = time.monotonic()
+    def _step(self, now: float, event: Message | None) -> None:
         commands = self.machine.start(now) if event is None else self.machine.handle(now, event)
         records = [command for command in commands if isinstance(command, Record)]
         durable = any(not isinstance(command, Record | SetTimer | CancelTimer) for command in commands)
+        beside = durable and bool(records) and self._sync is not None
         for index, record in enumerate(records):
-            self._journal.append(record.kind, record.data, durable=durable and index == len(records) - 1)
+            last = index == len(records) - 1
+            self._journal.append(record.kind, record.data, durable=durable and last and not beside)
+        if beside and self._sync is not None:
+            self._syncing = asyncio.get_running_loop().run_in_executor(None, self._sync)
+            self._syncing.add_done_callback(lambda synced: self._synced(synced, commands))
+        else:
+            self._carry_out(commands)
+
+    def _synced(self, synced: asyncio.Future[None], commands: list[Command]) -> None:
+        """The records of an event are on the disk: its effects, then the events that have come meanwhile."""
+        self._syncing = None
+        if self.failure.done() or self._closed or synced.cancelled():
+            return
+        self._busy = True
+        try:
+            synced.result()
+            self._carry_out(commands)
+        except Exception as error:  # as in :meth:`_run`
+            self.fail(error)
+        finally:
+            self._busy = False
+        self._drain()
+
+    def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, SetTimer):
                 self._set_timer(command.name, command.delay_s)
