@@ -65,6 +65,84 @@ def test_what_a_loss_costs(state: RankState, every: int) -> None:
     assert restored["steps_lost"] == step - int(str(restored["step"]))
 
 
+class Logging(Memory):
+    """With a log of updates."""
+
+    logs = True
+
+
+class Logged(World):
+    """Each rank logs its updates before it votes for them."""
+
+    memory_type = Logging
+
+
+@pytest.mark.parametrize("state", ["compute", "voting", "updating"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_with_a_log_a_loss_costs_nothing(state: RankState, every: int) -> None:
+    fault = SimFault(kind="kill", at_s=0.5, rank=2, state=state)
+    found = run_sim(RANKS, 4, (fault,), shards=RANKS, memory=every, world=Logged)
+    (verdict,) = [r.data for r in found.records if r.kind == "verdict"]
+    (restored,) = [r.data for r in found.records if r.kind == "restored"][1:]
+    assert found.code == 0 and verdict["action"] == "replace_from_memory"
+    assert restored["steps_lost"] == 0 and restored["step"] == verdict["step"]
+
+
+def test_with_a_log_whatever_happens() -> None:
+    again = 0
+    actions: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        found = run(seed, Logged)
+        assert found.code == 0, f"seed {seed}: {found.reason}"
+        verdicts = [r.data for r in found.records if r.kind == "verdict"]
+        actions.update(str(verdict["action"]) for verdict in verdicts)
+        again += sum("make the updates up to step" in str(verdict["reason"]) for verdict in verdicts)
+    assert again > 25 and actions["restart_from_memory"] > 5, (again, actions)
+
+
+def test_a_log_on_a_damaged_state_is_refused() -> None:
+    class Mixed(Damaged):
+        memory_type = Logging
+
+    fault = SimFault(kind="kill", at_s=0.95, rank=2)
+    found = run_sim(RANKS, 4, (fault,), shards=RANKS, memory=3, world=Mixed)
+    assert found.code == 0, found.reason
+    actions = [r.data["action"] for r in found.records if r.kind == "verdict"]
+    assert actions[0] == "replace_from_memory" and actions[-1] == "restart_checkpoint", actions
+
+
+def test_mutant_that_makes_updates_again_over_a_hole() -> None:
+    class Holed(Logging):
+        def note(self, rank: int, step: int, applied: int | None) -> None:
+            if step % 5:
+                super().note(rank, step, applied)
+
+        def replays(self, rank: int) -> tuple[int, ...]:
+            return tuple(s + 1 for s in sorted(self._updates.get(rank, {})))
+
+    class Mutant(World):
+        memory_type = Holed
+
+    assert catches(Mutant, "memory_is_one_step")
+
+
+def test_mutant_that_logs_after_the_vote() -> None:
+    """The others have made an update that the log of the lost rank lacks, and it is believed to lead there."""
+
+    class Late(Logging):
+        def note(self, rank: int, step: int, applied: int | None) -> None:
+            if applied is not None:
+                super().note(rank, step - 1, applied - 1)
+
+        def replays(self, rank: int) -> tuple[int, ...]:
+            return tuple(s + 1 for s in super().replays(rank))
+
+    class Mutant(World):
+        memory_type = Late
+
+    assert catches(Mutant, "memory_is_one_step")
+
+
 class Damaged(World):
     """Every state of rank 2 is damaged before it is killed."""
 

@@ -1,7 +1,8 @@
 """The memory tier around the machines: two slots per rank, as far as the protocol can tell.
 
 A state says which step its parameters really had when it was copied; a copy under way, and a damaged one, cannot be
-loaded. What a load gives is compared with what was asked for.
+loaded. What a load gives is compared with what was asked for. With a log, each rank notes what an update is made from
+before it votes: a state and the updates since give the state of a later step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+
+from holdfast.core.messages import Receive
 
 SLOTS = 2
 
@@ -24,9 +27,14 @@ class State(msgspec.Struct):
 class Memory:
     """The slots of all ranks. ``every``: steps between two states; 0: nothing is kept."""
 
+    logs = False  # of updates, beside the states
+
     def __init__(self, every: int, on_load: Callable[[int, int, int | None], None]) -> None:
         self.every = every
         self._slots: dict[int, list[State]] = {}
+        self._updates: dict[
+            int, dict[int, int | None]
+        ] = {}  # rank -> step -> what the parameters were before it
         self._on_load = on_load
 
     def due(self, step: int) -> bool:
@@ -65,6 +73,55 @@ class Memory:
         self._on_load(rank, step, applied)
         return applied
 
+    def note(self, rank: int, step: int, applied: int | None) -> None:
+        """The update of ``step`` is about to be voted for; the ring holds those since the newest state."""
+        if self.logs and self.every:
+            held = self._updates.setdefault(rank, {})
+            held[step] = applied
+            held.pop(step - self.every, None)
+
+    def replays(self, rank: int) -> tuple[int, ...]:
+        """Steps that a state and the updates since lead to."""
+        held, found = self._updates.get(rank, {}), set()
+        for state in self.steps(rank):
+            step = state
+            while step in held:
+                step += 1
+                found.add(step)
+        return tuple(sorted(found))
+
+    def sound(self, rank: int, order: Receive) -> bool:
+        """What a newcomer is told to take is there, or is nothing of this."""
+        if not order.replays:
+            return not order.kept or self.verify(rank, order.step)
+        here = order.step in self.steps(rank) or order.step in self.replays(rank)
+        if here and all(self.verify(rank, step) for step in self.steps(rank)):
+            return True
+        self._updates.pop(rank, None)
+        return False
+
+    def take(self, rank: int, order: Receive) -> int | None:
+        """The updates that a newcomer's parameters then hold."""
+        if not order.replays:
+            return self.load(rank, order.step)
+        base = max(step for step in self.steps(rank) if step <= order.step)
+        applied = self.load(rank, base)
+        for step in range(base, order.step):
+            before = self._updates[rank].get(step)
+            applied = step + 1 if applied == before == step else None
+        self._on_load(rank, order.step, applied)
+        return applied
+
+    def opened(self, rank: int, step: int, *, replayed: bool) -> None:
+        """A session opens there; ``replayed``: from what is in memory of earlier steps, which stays."""
+        if replayed:
+            self._updates[rank] = {s: a for s, a in self._updates[rank].items() if s < step}
+            return
+        self.keep_only(rank, step)
+        if self.every and step not in self.steps(rank):
+            self.commit(rank, step, step)
+
     def keep_only(self, rank: int, step: int) -> None:
-        """The job stands at ``step``: states of other steps do not count."""
+        """The job stands at ``step``: states of other steps, and updates, do not count."""
+        self._updates.pop(rank, None)
         self._slots[rank] = [state for state in self._slots.get(rank, []) if state.step == step]

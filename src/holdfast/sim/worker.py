@@ -203,10 +203,8 @@ class SimWorker:
         self.world.collectives.group(self.machine.generation).members.add(self.member_id)
         self._next_step()
 
-    def _open_at(self, step: int) -> None:
-        self.world.memory.keep_only(self.rank, step)
-        if self.world.memory.every and step not in self.world.memory.steps(self.rank):
-            self.world.memory.commit(self.rank, step, step)
+    def _open_at(self, step: int, *, replayed: bool = False) -> None:
+        self.world.memory.opened(self.rank, step, replayed=replayed)
         self._floor = step
         self.applied = step
         self.opened = True
@@ -231,15 +229,15 @@ class SimWorker:
         shards, memory = self.world.store.shards, self.world.memory
         holders = [int(r) for r in order.sources if int(r) % shards == self.rank % shards]
         found = [step for step in map(self.world.fetch, holders) if step is not None]
-        if order.kept and not memory.verify(self.rank, order.step):
+        if not memory.sound(self.rank, order):
             self._refuse(order.generation, order.step)
             return
-        if not order.kept and not found:  # every holder has died since
+        if not (order.kept or order.replays or found):  # every holder has died since
             self._later(0.01, "exit", lambda: self.world.died(self, 1, None))
             return
-        applied = memory.load(self.rank, order.step) if order.kept else found[0]
+        applied = memory.take(self.rank, order) if order.kept or order.replays else found[0]
         self.holding.inherit(order)
-        self._open_at(order.step)
+        self._open_at(order.step, replayed=order.replays)
         self.applied = applied
         joined = Joined(member_id=self.member_id, generation=self.machine.generation, step=self.machine.step)
         self._later(self.world.jitter(0.05, 0.2), "join", lambda: self.send(joined))
@@ -263,6 +261,7 @@ class SimWorker:
     def _computed(self, where: tuple[Generation, int]) -> None:
         if self.machine.state != "compute" or where != (self.machine.generation, self.machine.step):
             return
+        self.world.memory.note(self.rank, self.machine.step, self.applied)
         if self.machine.enter_vote():
             turn = self.machine.step % VERIFY_EVERY
             self._cast(

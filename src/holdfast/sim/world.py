@@ -537,6 +537,7 @@ class World:
             detail=machine.state,
             died_ns=int(self.now * 1e9),
             kept=self.memory.steps(worker.rank),
+            replays=self.memory.replays(worker.rank),
         )
 
 
