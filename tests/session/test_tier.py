@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
-from holdfast.session.memory import Tier
+from holdfast.session.memory import Tier, cost_of_a_loss
 from holdfast.session.rank import Rank
 from holdfast.session.updates import UpdateRecord
 from holdfast.store.updates import Gradient, Update, reachable
@@ -153,6 +153,43 @@ def test_what_is_done_before_the_first_update_makes_the_state_too_old(tmp_path: 
     for step in (2, 3):
         record.note(step)
     assert reachable(tmp_path, 0, (2,)) == (3, 4)
+
+
+def test_one_rank_logs_nothing(tmp_path: Path) -> None:
+    adapter: Any = SimpleNamespace(rank=0, world_size=1, updates=Changed())
+    record = UpdateRecord(adapter, 2)
+    record.know(tmp_path, 0)
+    record.start(0)
+    record.kept(0, 0.0)
+    for step in (0, 1):
+        record.note(step)
+    assert "no other rank" in record.allow({"weight"}) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("every", "unlogged", "text"),
+    [
+        (4, "", "every 4 steps, with the gradients since: a lost worker costs no step"),
+        (
+            100,
+            "",
+            "of the first 64 steps since: a lost worker costs no step, and later at most 100 steps, done",
+        ),
+        (
+            4,
+            "it communicates",
+            "a lost worker costs at most 4 steps, done again, as no gradients are logged: it",
+        ),
+        (
+            -1,
+            None,
+            "costs no step, or, where the log of rank 0 says that no gradients are logged, the steps since",
+        ),
+        (0, "", "a lost worker costs the steps since the last checkpoint"),
+    ],
+)
+def test_what_a_loss_costs_in_words(every: int, unlogged: str | None, text: str) -> None:
+    assert text in cost_of_a_loss(True, 1_000_000, every, unlogged)
 
 
 @pytest.mark.parametrize(

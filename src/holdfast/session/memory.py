@@ -34,7 +34,7 @@ from holdfast.core.page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.session.rank import Rank
 from holdfast.session.resume import Resumed, refuse_another_model
-from holdfast.session.updates import UpdateRecord
+from holdfast.session.updates import ENTRIES_MAX, UpdateRecord
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import DTYPE_SIZE_BYTES, TensorMeta
 from holdfast.store.memory import SLOTS, Kept, Slots, open_kept, was_amended
@@ -351,6 +351,11 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
         return (
             f"{where}: kept in memory {often}; a lost worker costs no step, or, where the log of rank 0 says that no "
             f"gradients are logged, {again}"
+        )
+    if not unlogged and every > ENTRIES_MAX:
+        since = f"the gradients of the first {ENTRIES_MAX} steps since"
+        return (
+            f"{where}: kept in memory {often}, with {since}: a lost worker costs no step, and later {again}"
         )
     if not unlogged:
         return f"{where}: kept in memory {often}, with the gradients since: a lost worker costs no step"

@@ -68,7 +68,11 @@ class UpdateRecord:
     def know(self, directory: Path | None, rank: int) -> None:
         """Where the log lies."""
         self._directory = directory
-        on = directory is not None and self._updates is not None
+        if self._updates is None:
+            self.why_not = "this framework logs no updates"
+        elif self._adapter.world_size == 1:
+            self.why_not = "there is no other rank that could go on"
+        on = directory is not None and not self.why_not
         self._log = UpdateLog(directory, rank, self._entries) if directory is not None and on else None
 
     # ------------------------------------------------------------------ in training
@@ -76,7 +80,7 @@ class UpdateRecord:
     def allow(self, alone: Collection[str]) -> str:
         """The layouts of all ranks are known, and of these tensors a box has one holder: why there is no log."""
         if self._log is None or self._updates is None:
-            return self.why_not or "this framework logs no updates"
+            return self.why_not
         self._wanted = bool(alone)
         strange = sorted(fqn for fqn in alone if not self._updates.rebuilds(fqn))
         if not alone:
@@ -208,15 +212,12 @@ class UpdateRecord:
             )
 
     def base_of(self, step: int, states: Collection[int]) -> int:
-        """The newest of ``states`` from which the log leads to ``step``. Raises: CheckpointInvalid."""
-        assert self._directory is not None
+        """The newest of ``states`` from which the log leads to ``step``; ``step`` itself where there is none, as
+        another node may have that state."""
+        if self._directory is None or step in states:
+            return step
         rank = self._adapter.rank
-        found = [s for s in states if s == step or step in reachable(self._directory, rank, (s,))]
-        if not found:
-            raise CheckpointInvalid(
-                f"no state of rank {rank} and no log that lead to step {step} are in memory"
-            )
-        return max(found)
+        return max((s for s in states if step in reachable(self._directory, rank, (s,))), default=step)
 
     def replay(self, base: int, step: int) -> None:
         """This process has the state of ``base``: make the updates up to ``step`` again.
