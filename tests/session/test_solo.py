@@ -444,9 +444,10 @@ def test_sigusr1_leaves_with_a_checkpoint_unless_the_script_uses_it(tmp_path: Pa
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda n, _: heard.append(n))
     try:
-        with Job().session() as s:
+        job = Job()
+        with job.session() as s:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert len(Job().loop(s, 3)) == 3 and heard == [signal.SIGUSR1]
+            assert len(job.loop(s, 3)) == 3 and heard == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 

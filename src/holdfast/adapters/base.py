@@ -242,6 +242,10 @@ class TakesParts(Protocol):
 class ComparesCopies(Protocol):
     """What an adapter may also be: one whose ranks hold bit-identical copies of what they hold in common."""
 
+    @property
+    def trains_alone(self) -> bool:
+        """No block of this process has communicated with another rank."""
+
     def compares(self, fqn: str) -> bool:
         """False for a tensor that may lawfully differ between ranks that hold the same box."""
 

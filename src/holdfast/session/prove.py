@@ -18,10 +18,12 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.adapters.base import ProvesBlocks
@@ -205,10 +207,22 @@ class _Variables(NamedTuple):
     drawing: Sequence[str]
 
 
-def _variables() -> _Variables:
+def place_in_script() -> str:
+    """File and line of the script that is executed now: ``train.py:31``."""
+    frame = _frame_of_script()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _frame_of_script() -> FrameType:
+    """The innermost one that is not Holdfast's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
+    return frame
+
+
+def _variables() -> _Variables:
+    frame = _frame_of_script()
     own = getattr(frame.f_locals.get("self"), "__dict__", {})
     attributes = {f"self.{name}": value for name, value in own.items()}
     plain: dict[str, object] = {}

@@ -534,6 +534,7 @@ class Session(Repeating):
             self._loops.require_all()
         self._loops.finish()
         self._behind.come_back()
+        self._blocks.refuse_empty(excused=self._behind.exit_agreed)
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
         sealed = self._behind.exit_sealed
         while True:

@@ -15,14 +15,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.adapters.base import Aborted, Adapter, Hooks, TakesParts
+from holdfast.adapters.base import Aborted, Adapter, Hooks, ProvesBlocks, TakesParts
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
-from holdfast.session.prove import Prover
+from holdfast.session.prove import Prover, place_in_script
 from holdfast.session.rank import Rank
 from holdfast.session.unbound import bind
 from holdfast.session.votes import Votes
+from holdfast.wording import plural
 
 
 class StepAborted(Aborted):
@@ -52,6 +53,10 @@ class Owner(Protocol):
 
     def rewound(self, step: Step) -> None:
         """The job has gone back while ``step`` was about to begin."""
+
+
+EMPTY_MAX = 10
+NOT_EMPTY = -1
 
 
 class Step:
@@ -161,6 +166,7 @@ class Blocks:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # how the script left a block for good
+        self._empty, self._empty_at = 0, ""  # blocks without an update, while there were no other ones
         self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 
     @property
@@ -339,6 +345,36 @@ class Blocks:
             step.idle = True
             self._idle = (step.number, step.part)
 
+    def refuse_empty(self, *, excused: bool = False) -> None:
+        """Blocks since the training began, and none that changed anything: it would end as it began, without a word.
+
+        Args:
+            excused: the training ends early, as asked.
+
+        Raises: StepError.
+        """
+        if (
+            self._empty > 0
+            and not excused
+            and not self._adapter.scaled
+            and isinstance(self._adapter, ProvesBlocks)
+        ):
+            raise StepError(
+                f"{plural(self._empty, 'block')} from step 0 on, and no optimizer of the session took a step in "
+                f"{'it' if self._empty == 1 else 'them'} ({self._empty_at})",
+                hint="call loss.backward() and optimizer.step() in the block, with an optimizer that the session was "
+                "given",
+            )
+
+    def _note_empty(self, step: Step) -> None:
+        """A block has ended that counts."""
+        if step.updated:
+            self._empty = NOT_EMPTY
+        elif self._empty == step.number:
+            self._empty += 1
+            self._empty_at = place_in_script()
+            self.refuse_empty(excused=self._empty < EMPTY_MAX)
+
     def _is_fault(self, error: BaseException) -> bool:
         if isinstance(error, Aborted):
             return True
@@ -360,6 +396,7 @@ class Blocks:
         self._rank.commit(self._owner.before_ready(self._tally))
         self._current = None
         step.committed = True
+        self._note_empty(step)
         self._owner.after_ready(step, self._tally)
 
     def redo(self) -> None:

@@ -24,7 +24,7 @@ from holdfast.adapters.base import Adapter, Collected, ComparesCopies
 from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
 from holdfast.core.sightings import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.vote import Ballot
-from holdfast.errors import StateError
+from holdfast.errors import StateError, StepError
 from holdfast.session.rank import Rank
 from holdfast.session.votes import Votes
 from holdfast.store.copies import Copies, Extent, Group, runs
@@ -142,7 +142,17 @@ class Verifier:
         return msgspec.structs.replace(said, plan=self._copies.plan, digest=digest)
 
     def tell(self, step: int) -> None:
-        """The vote of ``step`` said that copies differ: tell what this rank holds."""
+        """The vote of ``step`` said that copies differ: tell what this rank holds.
+
+        Raises:
+            StepError: nothing has made them equal: no damage, but a script whose ranks train alone.
+        """
+        if self._compares is not None and self._compares.trains_alone:
+            raise StepError(
+                f"step {step}: each of {self._adapter.world_size} ranks trains alone: their weights differ, and no "
+                "block has communicated",
+                hint="wrap the model: torch.nn.parallel.DistributedDataParallel(model), or fully_shard(model)",
+            )
         if self._collected is not None:
             rank, copies = self._rank, self.digests(self._collected, self._slices)
             if rank.client is not None:

@@ -120,6 +120,7 @@ class TorchAdapter:
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since the buckets of DDP were reset
+        self._counted, self.trains_alone = 0, True  # collectives before the block; none in any block
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -340,6 +341,7 @@ class TorchAdapter:
         self._backward_seen, self._computed = set(), False
         self.updates.begin()
         self._step = step
+        self._counted = self._fabric.collectives
         self._leftover.begin()
         self._devices.order()
         self._snapshot.take()
@@ -388,6 +390,7 @@ class TorchAdapter:
     def prepare_vote(self) -> None:
         """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
         self._parts.check()
+        self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
         self._devices.order()
         self._sync.run()
