@@ -263,7 +263,7 @@ class Tier:
         except CheckpointInvalid:
             self._record.forget()
             raise
-        self._record.replay(base, step)
+        self._record.replay(base, step, self._moved)
         self._replayed = step
         return self._adapter.collect()
 
@@ -286,8 +286,13 @@ class Tier:
             for meta, data in buffers:
                 if len(data):
                     np.copyto(np.frombuffer(data, np.uint8), np.frombuffer(self._view(kept, meta), np.uint8))
+                    self._moved(len(data))
             restore.finish()
             return Resumed(kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory"))
+
+    def _moved(self, size_bytes: int) -> None:
+        if self._rank.client is not None:
+            self._rank.client.moved(size_bytes)
 
     def _view(self, kept: Kept, meta: TensorMeta) -> memoryview:
         """The bytes of one box; a state that lacks it is dropped, so that the next decision does not count on it."""

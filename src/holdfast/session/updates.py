@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from holdfast.adapters.base import Adapter, LogsUpdates, Updates
@@ -219,8 +219,11 @@ class UpdateRecord:
         rank = self._adapter.rank
         return max((s for s in states if step in reachable(self._directory, rank, (s,))), default=step)
 
-    def replay(self, base: int, step: int) -> None:
+    def replay(self, base: int, step: int, moved: Callable[[int], object]) -> None:
         """This process has the state of ``base``: make the updates up to ``step`` again.
+
+        Args:
+            moved: called after each of them: the controller waits for the rest.
 
         Raises:
             CheckpointInvalid: one is not there or damaged; then the log is gone.
@@ -229,7 +232,9 @@ class UpdateRecord:
             raise CheckpointInvalid("this process has no log of updates")
         try:
             with open_updates(self._directory, self._adapter.rank, base, step) as updates:
-                self._updates.replay(updates)
+                for update in updates:
+                    self._updates.replay((update,))
+                    moved(1)
         except CheckpointInvalid:
             self.forget()
             raise
