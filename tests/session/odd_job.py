@@ -426,17 +426,18 @@ def swapping(job: Job) -> dict[str, Any]:
     average = [parameter.detach().clone() for parameter in net.parameters()]
     with job.session({"average": average}) as s:
         for until in (8, STEPS):
-            for step in s.steps(job.loader, until=until):
-                if step.number % 4 == 1 and not step.again:
-                    with s.section("eval"), taking_place(average, net):
-                        job.struck_together(step.number, "evaluation")
-                with step as (x, y):
-                    job.compute(step.number, x, y)
-                    job.update()
-                    for mean, parameter in zip(average, net.parameters(), strict=True):
-                        mean.lerp_(parameter.detach(), 0.3)
-            with s.section("eval"), taking_place(average, net):
-                job.struck_together(s.step, "validation")
+            for _ in s.phase(f"until {until}"):
+                for step in s.steps(job.loader, until=until):
+                    if step.number % 4 == 1 and not step.again:
+                        with s.section("eval"), taking_place(average, net):
+                            job.struck_together(step.number, "evaluation")
+                    with step as (x, y):
+                        job.compute(step.number, x, y)
+                        job.update()
+                        for mean, parameter in zip(average, net.parameters(), strict=True):
+                            mean.lerp_(parameter.detach(), 0.3)
+                with s.section("eval"), taking_place(average, net):
+                    job.struck_together(s.step, "validation")
     return {"drawn": [mean.sum().item() for mean in average]}
 
 

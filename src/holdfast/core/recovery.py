@@ -78,11 +78,10 @@ class Recovery:
         self.decided: Decided | None = None
         self.reports: dict[int, Settled] = {}
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
-        self._reason = ""
-        self._resume = ""
-        self._in_place = False
+        self._reason = self._resume = ""
+        self._turns = 0  # that the whole job has done, as those that reported know
+        self._in_place = self._all_opened = False
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
-        self._all_opened = False
         self.is_vouched = False  # the decision's sources told what they hold, and it is equal, or need not
         self.unvouched: set[int] = set()  # sources whose word is awaited
         self.vouches: dict[int, Vouched] = {}
@@ -190,6 +189,7 @@ class Recovery:
     def settled(self, now: float, member: Member, report: Settled) -> None:
         """An answer to the newest fence, or news after a decision was applied."""
         self.reports[member.rank] = report
+        self._turns = max(self._turns, report.turns)
         member.state, member.step = report.state, report.step
         self.job.record(
             "settled",
@@ -349,7 +349,7 @@ class Recovery:
         """A new generation begins: everyone out of the old one."""
         job = self.job
         self._go("fault")
-        self._suspicion, self.decided, self.reports, self._rewind = None, None, {}, -1
+        self._suspicion, self.decided, self.reports, self._rewind, self._turns = None, None, {}, -1, 0
         job.reopen(reason)
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
@@ -497,7 +497,7 @@ class Recovery:
                 rewind=self._rewind,
                 vouch=not self.is_vouched and self.phase != "retrying",
                 replays=self.phase == "replacing" and self.replacement.replays,
-                turns=max((report.turns for report in self.reports.values()), default=0),
+                turns=self._turns,
             )
         if self.phase == "resuming" and self._in_place:
             return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
@@ -575,8 +575,7 @@ class Recovery:
         self._start(now)
 
     def _start(self, now: float) -> None:
-        self._in_place = False
-        self._all_opened = False
+        self._in_place = self._all_opened = False
         self.reports = {}
         self.replacement.clear()
         if not self.job.start_members(self._resume):

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
+import platform
 import re
 import signal
 import sys
@@ -46,6 +48,7 @@ MAIN = "Stack (most recent call first):"
 FRAMES_MAX = 100  # of one thread, as in faulthandler
 _INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(platform.machine())  # glibc has a function for it only from 2.30 on
 _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
@@ -141,6 +144,19 @@ def compare(first: Sample, second: Sample) -> tuple[str, float]:
     return process, cpu
 
 
+def ask_for_stacks(pid: int) -> None:
+    """Send ``STACKS_SIGNAL`` to the main thread: a signal to the process may go to another one, and show its stack.
+
+    Raises:
+        OSError: there is no such process, or it may not be signalled.
+    """
+    if _TGKILL is None:
+        os.kill(pid, STACKS_SIGNAL)
+    elif ctypes.CDLL(None, use_errno=True).syscall(_TGKILL, pid, pid, int(STACKS_SIGNAL)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 async def find(
     run: RunDir,
     workers: Sequence[tuple[MemberId, int, Page]],
@@ -164,7 +180,7 @@ async def find(
         if page[Word.FLAGS] & Flag.STACKS and path.exists():
             asked[member_id] = (path, path.stat().st_size)
             try:
-                os.kill(pid, STACKS_SIGNAL)
+                ask_for_stacks(pid)
             except ProcessLookupError:
                 del asked[member_id]
     start_s = time.monotonic()
