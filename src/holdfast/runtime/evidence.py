@@ -48,7 +48,9 @@ MAIN = "Stack (most recent call first):"
 FRAMES_MAX = 100  # of one thread, as in faulthandler
 _INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_TGKILL = {"x86_64": 234, "aarch64": 131}.get(platform.machine())  # glibc has a function for it only from 2.30 on
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(
+    platform.machine()
+)  # glibc has a function for it only from 2.30 on
 _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
