@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.runtime import interfaces
 from holdfast.runtime.addresses import endpoint, is_loopback, read_endpoint, read_host, split_endpoint
-from holdfast.runtime.interfaces import interface_of
+from holdfast.runtime.interfaces import interface_of, with_interfaces
+from holdfast.runtime.settings import RunSettings
+from tests.session.test_listening import can
 
 FLAG = "--rdzv-endpoint"
 
@@ -75,3 +79,45 @@ def test_the_interface_of_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.Mo
     table.write_text(f"fd{'0' * 29}2 04 40 00 80     eth0\n{'0' * 31}1 01 80 10 80       lo\n")
     monkeypatch.setattr(interfaces, "ADDRESSES", table)
     assert [interface_of(text) for text in ("::1", "fd00::2", "fd00::3")] == ["lo", "eth0", ""]
+
+
+@pytest.mark.skipif(not can(), reason="no network namespaces here (root, unshare, ip)")
+def test_the_interface_of_a_second_ipv4_address_and_of_one_with_a_label() -> None:
+    """Only the first address of each interface was found; gloo then listened where the host's name led."""
+    adds = "ip addr add 10.66.0.2/24 dev lo && ip addr add 10.67.0.2/24 dev lo label lo:x"
+    code = (
+        "from holdfast.runtime.interfaces import interface_of as of;"
+        "print([of(text) for text in ('10.66.0.2', '10.67.0.2', '10.68.0.2')])"
+    )
+    words = ["unshare", "--net", "sh", "-c", f'{adds} && exec "$@"', "sh", sys.executable, "-c", code]
+    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert found == "['lo', 'lo', '']\n"
+
+
+@pytest.mark.parametrize(
+    ("several", "bind", "set_by_user", "set_by_us"),
+    [
+        (1, "127.0.0.1", {}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}),
+        (1, "127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"}, {"NCCL_SOCKET_IFNAME": "=lo"}),
+        (1, "127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}, {}),
+        (3, "10.0.0.2", {}, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}),
+        (3, "10.0.0.2", {"NCCL_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "eth1"}),
+    ],
+)
+def test_the_interfaces_of_collectives(
+    several: int,
+    bind: str,
+    set_by_user: dict[str, str],
+    set_by_us: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one host loopback, with several the interface of the address in use; the user's setting is kept."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by_user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        interfaces, "interface_of", lambda address: {"127.0.0.1": "lo", "10.0.0.2": "eth1"}[address]
+    )
+    settings = RunSettings(run_id="it", nnodes=several, nnodes_max=several, bind=bind)
+    assert with_interfaces(settings).env == set_by_us

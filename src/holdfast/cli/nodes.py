@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from holdfast.cli.errors import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
 from holdfast.runtime.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.interfaces import GLOO, NCCL, interface_of
 from holdfast.runtime.peers import address_towards
 from holdfast.runtime.rundir import read_token
 from holdfast.runtime.settings import JOIN_S, RunSettings, shape
@@ -176,6 +178,11 @@ def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
             f"{asked or contact.name} ({'--bind' if asked else 'the first contact'}): {error.strerror or error}",
             hint="--bind ADDRESS: one of this host that the other hosts reach",
         ) from error
+    if not interface_of(address) and not {GLOO, NCCL} <= os.environ.keys():
+        raise UsageError(
+            f"no network interface of this host has the address {address}: gloo and NCCL would choose one",
+            hint=f"--bind with the address of an interface (ip address), or export {GLOO} and {NCCL}",
+        )
     return address
 
 

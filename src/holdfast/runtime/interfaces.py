@@ -6,9 +6,11 @@ that the agents use. Left alone, gloo takes the address that the host's name mea
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import socket
+import struct
 from fcntl import ioctl
 from pathlib import Path
 
@@ -18,7 +20,12 @@ from holdfast.runtime.settings import RunSettings
 
 GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915
+SIOCGIFCONF = 0x8912
+"""Lists every IPv4 address with its interface; SIOCGIFADDR gives the first address of each alone."""
+CONF = struct.Struct("iP")  # size in bytes of the list, where it is
+ENTRY_SIZE_BYTES, NAME_SIZE_BYTES = 40, 16
+ADDRESS = slice(NAME_SIZE_BYTES + 4, NAME_SIZE_BYTES + 8)
+ENTRIES_MAX = 4096
 ADDRESSES = Path("/proc/net/if_inet6")
 
 
@@ -38,14 +45,17 @@ def interface_of(address: str) -> str:
     wanted = ipaddress.ip_address(address).packed
     if len(wanted) == 16:
         return _interface_of(wanted)
+    if wanted[0] == 127:
+        return "lo"
+    entries = ctypes.create_string_buffer(ENTRIES_MAX * ENTRY_SIZE_BYTES)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                found = ioctl(sock, SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
-            except OSError:  # it has no IPv4 address
-                continue
-            if found[20:24] == wanted or (name == "lo" and wanted[0] == 127):
-                return name
+        asked = CONF.pack(len(entries), ctypes.addressof(entries))
+        size_bytes, _ = CONF.unpack(ioctl(sock, SIOCGIFCONF, asked))
+    for start in range(0, size_bytes, ENTRY_SIZE_BYTES):
+        entry = entries.raw[start : start + ENTRY_SIZE_BYTES]
+        if entry[ADDRESS] == wanted:
+            label = entry[:NAME_SIZE_BYTES].partition(b"\0")[0].decode()
+            return label.partition(":")[0]
     return ""
 
 
