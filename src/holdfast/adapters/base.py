@@ -239,6 +239,14 @@ class TakesParts(Protocol):
 
 
 @runtime_checkable
+class Accumulates(Protocol):
+    """What an adapter may also be: one that knows a library which accumulates gradients by a count of its own."""
+
+    def expect(self, batches: int | None) -> None:
+        """The next block has so many batches of the loader; None: one, or what it draws itself."""
+
+
+@runtime_checkable
 class ComparesCopies(Protocol):
     """What an adapter may also be: one whose ranks hold bit-identical copies of what they hold in common."""
 

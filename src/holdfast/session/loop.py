@@ -37,6 +37,7 @@ from holdfast.session.batches import Batches
 from holdfast.session.between import Between
 from holdfast.session.bound import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
+from holdfast.session.grouped import Grouped, grouped
 from holdfast.session.memory import Tier
 from holdfast.session.rank import Rank
 from holdfast.session.script import leaves
@@ -149,6 +150,7 @@ class Loops:
         loader: Any,
         epochs: int | None,
         until: int | None,
+        batches: int | None,
         left: Callable[[], bool],
         make: Callable[[int], Step],
         back: Callable[[], None],
@@ -156,11 +158,12 @@ class Loops:
         """The next loop.
 
         Args:
+            batches: of the loader, in one step.
             left: it ends before ``until``.
             make: makes a step of this number.
             back: the script is back from behind the block of a step.
         """
-        return self._run(self.walk.next_loop(), loader, epochs, until, left, make, back)
+        return self._run(self.walk.next_loop(), loader, epochs, until, batches, left, make, back)
 
     def _run(
         self,
@@ -168,6 +171,7 @@ class Loops:
         loader: Any,
         epochs: int | None,
         until: int | None,
+        batches: int | None,
         left: Callable[[], bool],
         make: Callable[[int], Step],
         back: Callable[[], None],
@@ -185,7 +189,7 @@ class Loops:
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
-            feed = self._adapter.feed(loader)
+            feed = grouped(self._adapter.feed(loader), batches)
         self._feed = feed
         self._data = self._compare(feed, loop)
         first = self.walk.epoch or 0
@@ -432,6 +436,7 @@ class Loops:
             self._draw_again()
         step.batch = self._batches.give(self._part)
         step.repeats = not self._batches.opaque(self._part)
+        step.batches = len(step.batch) if isinstance(self._feed, Grouped) else None
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
         step.again = step.number <= self._tried

@@ -11,6 +11,7 @@ from holdfast.adapters.base import Adapter, StandsIn
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.standin import StandIn
 from holdfast.session.behind import Behind
+from holdfast.session.grouped import checked_count, grouped
 from holdfast.session.loop import Loops
 from holdfast.session.script import enclosed
 from holdfast.session.spare import rehearsals
@@ -80,7 +81,12 @@ class Repeating:
         return (name for _ in self._turns.run(f'phase "{name}"', 1))
 
     def steps(
-        self, loader: Any = None, *, until: int | None = None, epochs: int | None = None
+        self,
+        loader: Any = None,
+        *,
+        until: int | None = None,
+        epochs: int | None = None,
+        batches: int | None = None,
     ) -> Iterator[Step]:
         """Steps from where the job is. Use each as ``with step as batch:``.
 
@@ -92,6 +98,8 @@ class Repeating:
             loader: a DataLoader or any iterable of batches; None: the block gets None.
             until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
             epochs: stop after this many passes over the loader; 1 when neither is given.
+            batches: of the loader for one step, which gets a list of them (gradient accumulation); the last list of an
+                epoch may be shorter.
 
         Raises:
             UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
@@ -116,21 +124,23 @@ class Repeating:
                 "a loop over steps in a loop that the session does not know: its turns would run again at each start",
                 hint=IDIOM,
             )
+        many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1
         self._behind.begin()
         loop = self._loops.run(
             loader,
             passes,
             until,
+            many,
             lambda: self._behind.exit_agreed,
             lambda n: Step(self._blocks, n),
             self._behind.come_back,
         )
-        return loop if self._spare is None else self._after_rehearsal(loader, loop)
+        return loop if self._spare is None else self._after_rehearsal(loader, many, loop)
 
-    def _after_rehearsal(self, loader: Any, loop: Iterator[Step]) -> Iterator[Step]:
+    def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:
         self._rehearsing = True
-        feed = None if loader is None else self._adapter.feed(loader)
+        feed = None if loader is None else grouped(self._adapter.feed(loader), batches)
         try:
             yield from rehearsals(self._adapter, self._blocks, feed)
             self._rehearsing = False

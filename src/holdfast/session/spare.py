@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.adapters.base import Adapter, Feed
 from holdfast.session.batches import Batches
+from holdfast.session.grouped import Grouped
 from holdfast.session.step import Blocks, Step
 
 
@@ -32,6 +33,7 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
             batches.give(0),
             True,
         )  # what comes before the block is the job's, and was done there
+        step.batches = len(step.batch) if isinstance(feed, Grouped) else None
         yield step
         if not step.entered or step.idle:
             return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.adapters.base import Aborted, Adapter, Hooks, ProvesBlocks, TakesParts
+from holdfast.adapters.base import Aborted, Accumulates, Adapter, Hooks, ProvesBlocks, TakesParts
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
@@ -70,6 +70,7 @@ class Step:
         again: True when what the loop does before the block is done already: this process was given the step before,
             or the one that it replaces had begun the block.
         batch: what ``with step as batch`` gives.
+        batches: so many of the loader are in ``batch``, a list; None: it is one.
         part, parts: with fewer ranks than the job began with, a step has several blocks, each with a batch of its own;
             only the last one can be committed.
     """
@@ -83,6 +84,7 @@ class Step:
         self.again = False
         self.part = 0
         self.parts = 1
+        self.batches: int | None = None
         self.shared = False  # a part that is not the last one ended in order
         self.entered = False
         self.tentative: str | None = None
@@ -204,6 +206,8 @@ class Blocks:
             self._rank.join()
         while True:
             # Copy first: from the moment the machine says COMPUTE, a fault is answered from these copies.
+            if isinstance(self._adapter, Accumulates):
+                self._adapter.expect(step.batches)
             if isinstance(self._adapter, TakesParts):
                 self._adapter.share(step.part, step.parts)
             self._adapter.begin(step.number)

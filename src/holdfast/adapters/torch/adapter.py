@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.adapters.base import Hooks
 from holdfast.adapters.torch import private
+from holdfast.adapters.torch.accumulating import Accumulating
 from holdfast.adapters.torch.buffers import BufferSync
 from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
@@ -105,6 +106,7 @@ class TorchAdapter:
             self._copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
+        self._accumulating = Accumulating()
         self._sample = Sample(self.state.names.parameters.values())
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
@@ -177,6 +179,7 @@ class TorchAdapter:
         self._fabric.on_collective(None)
         self._sync.close()
         self._parts.close()
+        self._accumulating.close()
 
     def is_fault(self, error: BaseException) -> bool:
         """False: a broken collective of ours has poisoned the process, which says it already."""
@@ -342,6 +345,7 @@ class TorchAdapter:
         self.updates.begin()
         self._step = step
         self._counted = self._fabric.collectives
+        self._accumulating.begin()
         self._leftover.begin()
         self._devices.order()
         self._snapshot.take()
@@ -371,6 +375,10 @@ class TorchAdapter:
         worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there
         reseed(self._seed, worker, step, between=between)
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
+
+    def expect(self, batches: int | None) -> None:
+        """The next block has so many batches (``adapters.base.Accumulates``)."""
+        self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
         """The block that begins next is a part of its step (``adapters.base.TakesParts``)."""
@@ -424,6 +432,7 @@ class TorchAdapter:
         """Collectives are as outside of a step."""
         self._suspicion.end()
         self._parts.end()
+        self._accumulating.end()
         self._updating = False
         self._fabric.seal_updates(False)
         self._fabric.shield(False)

@@ -21,7 +21,8 @@ from holdfast.errors import StepError
 
 _ADVICE = (
     "call optimizer.zero_grad() in each block, before backward or after optimizer.step(); to accumulate, do so inside "
-    "one block: `for micro in batch.chunk(4): loss(micro).backward()`, then optimizer.step()"
+    "one block: `for step in s.steps(loader, batches=4): with step as batches: for batch in batches: ...`, then "
+    "optimizer.step(); or over parts of a batch, batch.chunk(4)"
 )
 
 

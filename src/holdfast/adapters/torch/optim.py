@@ -96,9 +96,12 @@ def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> No
             )
 
 
+WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer")
+
+
 def _inner(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrapper: hooks see that one."""
-    while type(optimizer).__name__ == "AcceleratedOptimizer":
+    """The optimizer inside accelerate's or Fabric's wrapper: hooks see that one."""
+    while any(base.__name__ in WRAPPERS for base in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer
 

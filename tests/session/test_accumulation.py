@@ -1,0 +1,141 @@
+"""Gradient accumulation: a step of several batches of the loader."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.adapters.torch.accumulating import MODULE, Accumulating
+from holdfast.errors import StepError, UsageError
+
+pytestmark = pytest.mark.torch
+
+
+class Script:
+    """Seven batches in an epoch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.1)
+        self.loader = DataLoader(TensorDataset(torch.arange(28.0).reshape(7, 4)), 1)
+
+    def session(self, root: Path, **arguments: Any) -> Any:
+        """Of this script."""
+        return holdfast.session(model=self.net, optimizer=self.optimizer, checkpoint=root, **arguments)
+
+    def train(self, root: Path, until: int) -> list[list[int]]:
+        """The first numbers of the batches of each step that counts."""
+        seen = []
+        with self.session(root) as s:
+            for step in s.steps(self.loader, until=until, batches=3):
+                with step as batches:
+                    for (x,) in batches:
+                        (self.net(x).square().mean() / len(batches)).backward()
+                    batches.pop()  # the next run of the block has it again
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                if step.committed:
+                    seen.append([int(x[0, 0]) // 4 for (x,) in step.batch] + [step.epoch, step.last_in_epoch])
+        return seen
+
+
+def test_a_step_has_several_batches_and_an_epoch_ends_with_fewer(tmp_path: Path) -> None:
+    whole = Script()
+    seen = whole.train(tmp_path / "whole", 5)
+    assert seen == [[0, 1, 0, False], [3, 4, 0, False], [0, True], [0, 1, 1, False], [3, 4, 1, False]]
+    Script().train(tmp_path / "halves", 2)
+    again = Script()
+    assert again.train(tmp_path / "halves", 5) == seen[2:]
+    assert torch.equal(whole.net.weight, again.net.weight)
+
+
+@pytest.mark.parametrize("batches", [0, True, "4"])
+def test_a_number_of_batches_that_is_none_is_refused(tmp_path: Path, batches: Any) -> None:
+    script = Script()
+    with script.session(tmp_path) as s, pytest.raises(UsageError, match="not a number of batches"):
+        s.steps(script.loader, batches=batches)
+    with script.session(tmp_path) as s, pytest.raises(UsageError, match="no loader gives them"):
+        s.steps(until=1, batches=2)
+
+
+def test_one_batch_for_each_turn_of_an_accumulating_loop_is_refused_with_the_way(tmp_path: Path) -> None:
+    script = Script()
+    with pytest.raises(StepError, match="made no update but leaves gradients") as raised:
+        with script.session(tmp_path, verify_block=0) as s:
+            for step in s.steps(script.loader):
+                with step as (x,):
+                    script.net(x).mean().backward()
+                    if (step.number + 1) % 3 == 0:
+                        script.optimizer.step()
+                        script.optimizer.zero_grad()
+    assert "s.steps(loader, batches=4)" in str(raised.value.hint)
+
+
+def test_the_optimizer_inside_fabrics_wrapper_is_the_one(tmp_path: Path) -> None:
+    class _FabricOptimizer:
+        """As Fabric makes it: of the class of what it wraps."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self._optimizer = optimizer
+            self.__class__ = type("FabricAdam", (self.__class__, type(optimizer)), {})
+
+        @property
+        def optimizer(self) -> Any:
+            """What is inside."""
+            return self._optimizer
+
+        def step(self) -> None:
+            """Its update."""
+            self._optimizer.step()
+
+        def zero_grad(self) -> None:
+            """Its gradients."""
+            self._optimizer.zero_grad()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._optimizer, name)
+
+    plain, wrapped = Script(), Script()
+    wrapped.optimizer = _FabricOptimizer(wrapped.optimizer)  # type: ignore[assignment]
+    plain.train(tmp_path / "plain", 2)
+    wrapped.train(tmp_path / "wrapped", 2)
+    assert torch.equal(plain.net.weight, wrapped.net.weight)
+
+
+def test_the_count_of_accelerate_begins_with_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs: list[bool] = []
+    state = SimpleNamespace(num_steps=4, _set_sync_gradients=syncs.append)
+
+    class Accelerator:
+        """What is used of it."""
+
+        gradient_state, step = state, 0
+
+        def _do_sync(self) -> None:
+            syncs.append(self.step == -1)
+
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(Accelerator=Accelerator))
+    accelerator, counts = Accelerator(), Accumulating()
+    for batches in (4, 2):
+        counts.expect(batches)
+        counts.begin()
+        accelerator._do_sync()  # a block that is cut off
+        counts.end()
+        counts.begin()
+        for _ in range(batches):
+            accelerator._do_sync()
+        counts.end()
+    assert syncs == [False, *[False] * 3, True, False, False, True]
+    counts.close()
+    accelerator.step = -1
+    accelerator._do_sync()
+    assert syncs[-1]
