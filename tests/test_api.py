@@ -20,6 +20,7 @@ PUBLIC = [
     "BestInterval",
     "CheckpointInvalid",
     "CheckpointMismatch",
+    "DataError",
     "EmptyLoaderError",
     "EverySeconds",
     "EverySteps",

@@ -203,7 +203,7 @@ def test_exceptions_are_not_swallowed() -> None:
 
 # StateError is not here: most of them say what is wrong with what a rank holds, not what was typed.
 FIXED_BY_THE_USER = {
-    "UserError", "UsageError", "ScriptError", "StepError", "EmptyLoaderError", "UnsupportedError",
+    "UserError", "UsageError", "ScriptError", "StepError", "DataError", "EmptyLoaderError", "UnsupportedError",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Tree::
     │   ├── UsageError              a flag or argument that cannot work, named with the reason
     │   ├── ScriptError             the training script is missing or cannot be started
     │   │   └── FrameworkError      an installed framework cannot be loaded (an ImportError, too)
+    │   ├── DataError               a loader gives other batches than before
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
     │   │   └── ImpureBlockError    a block that runs again computes something else
@@ -95,6 +96,10 @@ class ScriptError(UserError):
 
 class FrameworkError(ScriptError, ImportError):
     """An installed framework cannot be loaded. A script may catch it as the ImportError that it is."""
+
+
+class DataError(UserError):
+    """A loader gives other batches than it gave before, at the same place."""
 
 
 class StateError(UserError):

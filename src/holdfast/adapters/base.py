@@ -349,6 +349,14 @@ class MarksTensors(Protocol):
 
 
 @runtime_checkable
+class DigestsBatches(Protocol):
+    """What an adapter may also be: one that tells whether two batches are the same."""
+
+    def digest_batch(self, batch: Any) -> int:
+        """64-bit digest, the same in every process that draws the same."""
+
+
+@runtime_checkable
 class PinsMemory(Protocol):
     """What an adapter may also be: one whose device copies faster into memory that it knows."""
 

@@ -44,6 +44,7 @@ def open_session(
     grace_s: float | None = None,
     memory: int | None = None,
     verify_block: int = 2000,
+    verify_data: bool = True,
     override: Iterable[str] = (),
 ) -> Session:
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
@@ -70,6 +71,7 @@ def open_session(
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         verify_block: steps between two checks that a block computes the same when it runs again (the first one of each
             process, too), else ImpureBlockError before the update; 0: none, for a block that cannot run twice.
+        verify_data: a process that goes on compares the batches that it draws with those drawn before; else DataError.
         override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it sets them otherwise
             than the script that wrote the checkpoint; of others, the checkpoint's stay in use, and both are told. A
             learning rate that a schedule has moved stays moved by the same factor.
@@ -88,11 +90,10 @@ def open_session(
     settings = Settings(
         checkpoint=checkpoint, resume=resume, seed=seed, save=save, save_every_steps=save_every_steps,
         save_every_s=save_every_s, keep=keep, copies=copies, exit_file=exit_file, grace_s=grace_s, memory=memory,
-        verify_block=verify_block,
+        verify_block=verify_block, verify_data=verify_data,
     )  # fmt: skip
-    extras = extras_of(state)
+    extras, taken = extras_of(state), _names("session(override", override, "lr")
     _require_torch(model)
-    taken = _names("session(override", override, "lr")
     adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed, taken)
     return Session(adapter, extras, settings)
 

@@ -37,6 +37,7 @@ from holdfast.session.batches import Batches
 from holdfast.session.between import Between
 from holdfast.session.bound import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
 from holdfast.session.data import compare_with_checkpoint, compare_with_ranks
+from holdfast.session.drawn import Drawn
 from holdfast.session.grouped import Grouped, grouped
 from holdfast.session.memory import Tier
 from holdfast.session.rank import Rank
@@ -57,6 +58,7 @@ class Loops:
         parts: batches in one step: ranks whose work this one does, itself included.
         tier: what is kept of each step: the job may go back to it, which a loop without a feed cannot.
         between: hears where the script is.
+        verify_data: compare what is drawn with what was drawn before.
 
     Attributes:
         walk: where the script is among its epochs and phases.
@@ -64,7 +66,9 @@ class Loops:
         open: the loop that was begun last has not come to its end: the script is in it, or has left it.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, parts: int, tier: Tier, between: Between) -> None:
+    def __init__(
+        self, rank: Rank, adapter: Adapter, parts: int, tier: Tier, between: Between, verify_data: bool
+    ) -> None:
         self.place: dict[str, Any] = {"loop": -1}
         self.walk = Walk()
         self.local: dict[str, Plain] = {}
@@ -89,6 +93,7 @@ class Loops:
             {},
         )  # position and local values at the start of the loop
         self._batches = Batches(adapter)
+        self._proof = Drawn(adapter, adapter.rank, verify=verify_data)
         self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
         self._given: Step | None = None  # the script is at this one
         self._left_behind: Step | None = None  # it has left its loop there
@@ -124,7 +129,9 @@ class Loops:
             # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
-        self.local = {key: value for key, value in local.items() if key != "begun"}
+        self.local = {key: value for key, value in local.items() if key not in ("begun", "drawn")}
+        same = world == self._adapter.world_size and self._parts == self._parts_then
+        self._proof.stand_at(local.get("drawn") if same else None)
         self.own = copy.deepcopy(self.local.get("own"))
         self._tried = int(session.get("step", 0)) - (not begun)
 
@@ -192,7 +199,9 @@ class Loops:
             feed = grouped(self._adapter.feed(loader), batches)
         self._feed = feed
         self._data = self._compare(feed, loop)
+        self._proof.begin(loader)
         first = self.walk.epoch or 0
+        self._drawn, self._epochs = -1, None if epochs is None else epochs * (first + 1)
         if feed is not None and saved_loop == loop:
             self._seek(feed)
         elif feed is not None and first:  # each epoch of the script has data in an order of its own
@@ -200,7 +209,6 @@ class Loops:
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        self._drawn, self._epochs = -1, None if epochs is None else epochs * (first + 1)
         if feed is not None and self._tier.on:  # code that draws its own batches cannot be told to go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
@@ -339,7 +347,8 @@ class Loops:
         if at is None:
             log.warning("holdfast: the checkpoint was written without a loader: this one begins at its start")
             return
-        feed.seek(at, self.local.get("loader"))
+        if not (self._proof.reread(self._rank.step, feed, self._load) and feed.place() == at):
+            feed.seek(at, self.local.get("loader"))
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
@@ -394,7 +403,10 @@ class Loops:
         """Have the batches of this step at hand, one for each rank whose work this one does; False at the end."""
         if self._drawn == self._rank.step:
             return True
+        before = {} if self._feed is None else self._feed.place()
         batches = [None] if self._feed is None else self._load(self._feed)
+        if batches and self._feed is not None:
+            self._proof.drew(self._rank.step, batches, before)
         if batches:
             self._batches.put(batches)
             self._part, self._drawn = 0, self._rank.step
@@ -412,6 +424,7 @@ class Loops:
                 f"step {self._rank.step}: the loader does not draw the same batch again",
                 hint="leave the batch as it is in the block: labels = batch['labels'], x = x * 2 in place of x.mul_(2)",
             )
+        self._proof.drew(self._rank.step, batches, self.place["at"])
         self._batches.again(batches)
 
     def _load(self, feed: Feed) -> list[Any]:
@@ -451,6 +464,8 @@ class Loops:
             self.own = copy.deepcopy(self.local.get("own"))  # the block that does not count has changed it
             return None
         self.local["begun"] = step
+        if self._proof.record is not None:
+            self.local["drawn"] = self._proof.record
         if self.own is not None:
             self.local["own"] = copy.deepcopy(self.own)
         return self._payload(self.local)
@@ -471,6 +486,8 @@ class Loops:
             self.place["at"] = self._feed.place()
             if self._after is not None:
                 self.local["loader"] = self._after
+            if self._proof.record is not None:
+                self.local["drawn"] = self._proof.record
         return self._payload(self.local) if self.local else None
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:

@@ -113,7 +113,9 @@ class Session(Repeating):
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
         self._sections = Sections(self._rank)
         self._between = Between(self._rank)
-        self._loops = Loops(self._rank, self._adapter, self._parts, self._tier, self._between)
+        self._loops = Loops(
+            self._rank, self._adapter, self._parts, self._tier, self._between, settings.verify_data
+        )
         self._votes = Votes(self._rank, self._adapter)
         self._turns = Turns(
             self._rank, self._adapter, self._loops, self._between, self._votes.cast, self._leaves

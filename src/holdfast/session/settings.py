@@ -37,6 +37,7 @@ class Settings:
         save: object = None,
         memory: int | None = None,
         verify_block: int = 0,
+        verify_data: bool = True,
     ) -> None:
         every_steps = None if save_every_steps is None else _whole("save_every_steps", save_every_steps, 1)
         every_s = None if save_every_s is None else _seconds("save_every_s", save_every_s)
@@ -51,6 +52,7 @@ class Settings:
         self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
         self.verify_block = _whole("verify_block", verify_block, 0)
+        self.verify_data = bool(verify_data)
         self.memory = None if memory is None else _whole("memory", memory, 0)
 
 

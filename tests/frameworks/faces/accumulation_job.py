@@ -39,7 +39,7 @@ def struck(kill: int, step: int, at: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def accelerated(way: str, kill: int) -> nn.Module:
+def accelerated(way: str, kill: int) -> Any:
     """``with accelerator.accumulate(net)``, as accelerate's documentation has it."""
     from accelerate import Accelerator
 
@@ -66,7 +66,7 @@ def fabricated(kill: int) -> nn.Module:
     fabric.launch()
     raw, plain, loader = pieces()
     net, optimizer = fabric.setup(raw, plain)
-    data = fabric.setup_dataloaders(DataLoader(loader.dataset, 4), use_distributed_sampler=True)
+    data = fabric.setup_dataloaders(DataLoader(loader.dataset, 4, shuffle=True))
     with holdfast.session(model=net, optimizer=optimizer, checkpoint="ckpt") as s:
         for step in s.steps(data, until=STEPS, batches=BATCHES):
             with step as batches:

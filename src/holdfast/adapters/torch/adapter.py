@@ -21,6 +21,7 @@ from holdfast.adapters.torch.comm_hooks import refuse_stateful_hooks
 from holdfast.adapters.torch.copies import copy_of, sharded_mesh
 from holdfast.adapters.torch.data import Feed, make_source
 from holdfast.adapters.torch.device import Devices, named_errors
+from holdfast.adapters.torch.drawn import digest_of_batch
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import digest_of
 from holdfast.adapters.torch.handle import ReconfigurableGroup
@@ -320,6 +321,10 @@ class TorchAdapter:
     def mark(self, item: Any) -> object:
         """What shows that a tensor of a batch was written (``adapters.base.MarksTensors``)."""
         return mark(item)
+
+    def digest_batch(self, batch: Any) -> int:
+        """Of what a loader drew (``adapters.base.DigestsBatches``)."""
+        return digest_of_batch(batch)
 
     def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of a batch."""

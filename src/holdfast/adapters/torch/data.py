@@ -60,10 +60,12 @@ class Source(ABC):
 
     Attributes:
         length: batches per epoch of this rank, when it can be known.
+        device: where the user's loader puts batches; None: they stay where they are.
     """
 
     def __init__(self, user: Any, seed: int, rank: int) -> None:
         self.length: int | None = _length(user)
+        self.device: torch.device | None = None
         self._user = user
         self._seed = seed
         self._rank = rank
@@ -72,6 +74,12 @@ class Source(ABC):
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
         """Iterate over ``epoch`` without its first ``skip`` batches."""
+
+    def placed(self, batch: Any) -> Any:
+        """``batch``, as the user's loader hands it out."""
+        if self.device is None:
+            return batch
+        return private.tree_map_only(torch.Tensor, lambda t: t.to(self.device), batch)
 
     def identity(self) -> DataIdentity | None:
         """What is known of the dataset."""
@@ -186,7 +194,7 @@ class Feed:
             self.epoch = position.epoch
             self.position = Position(position.epoch, position.batch + 1)
             self.last_in_epoch = self.position.batch == self._source.length
-            return batch
+            return self._source.placed(batch)
         raise StopIteration
 
     def close(self) -> None:
@@ -203,6 +211,12 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     """
     if type(loader).__module__ == "accelerate.data_loader":
         return _prepared_source(loader, seed)
+    if (
+        type(loader).__name__ == "_FabricDataLoader"
+    ):  # it sets the epoch of its sampler by a count of this process
+        source = make_source(loader._dataloader, seed, rank, spare=spare)
+        source.device = loader.device
+        return source
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulSource(loader, seed, rank)
     if (
@@ -231,7 +245,9 @@ def _prepared_source(loader: Any, seed: int) -> Source:
             f"steps() got a {type(loader).__name__} of accelerate over an iterable dataset: it has no position",
             hint="give steps() the loader as it was before accelerator.prepare(...)",
         )
-    return _PlacedSource(loader, seed, 0)
+    source = _PreparedSource(loader, seed, 0)
+    source.device = getattr(loader, "device", None)
+    return source
 
 
 def _set_epoch(epoch: int, *owners: Any) -> None:
@@ -369,21 +385,11 @@ def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
     return begin
 
 
-class _PlacedSource(MapSource):
-    """The same for accelerate's loaders, which put batches on the device."""
+class _PreparedSource(MapSource):
+    """The same for accelerate's loaders."""
 
     def become(self, rank: int) -> None:
         """Every rank draws what rank 0 does."""
-
-    def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """As :meth:`MapSource.open`."""
-        device = getattr(self._user, "device", None)
-        for batch in super().open(epoch, skip):
-            yield (
-                batch
-                if device is None
-                else private.tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
-            )
 
 
 class StatefulSource(Source):
