@@ -1,0 +1,46 @@
+"""Snapshots of its own and a loop over epochs (PyTorch's tutorial of torchrun)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.others.beat import beat, end
+
+EPOCHS = 3
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(7)
+inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data)  # type: ignore[var-annotated]
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+raw = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+model = DistributedDataParallel(raw)
+optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+criterion = nn.MSELoss()
+snapshot = Path("snapshot.pt")
+first = 0
+if snapshot.exists():
+    saved = torch.load(snapshot)
+    raw.load_state_dict(saved["model"])
+    first = saved["epochs"]
+
+for epoch in range(first, EPOCHS):
+    sampler.set_epoch(epoch)
+    for number, (x, y) in enumerate(loader, epoch * len(loader)):
+        beat(number)
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        torch.save({"model": raw.state_dict(), "epochs": epoch + 1}, snapshot)
+
+end(raw)
+dist.destroy_process_group()
