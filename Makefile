@@ -21,6 +21,9 @@ SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 # The tests start a thousand processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Those that are refused by name have nothing to compare.
+CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
+
 .PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes bench clean storm sim-night
 
 help:  ## show this list
@@ -68,8 +71,10 @@ soak: venv  ## 50 kills at random moments and some around the vote, compared bit
 soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
 	$(VENV)/bin/python bench/soak_hang.py
 
-chaos: venv  ## 500 random faults of workers, agent, controller, zygote and launcher, three layouts, compared bit for bit (half an hour)
+chaos: venv  ## 500 random faults of workers, agent, controller, zygote and launcher, three layouts, and as many in scripts of common styles (an hour and a half)
 	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
+	mkdir -p runs
+	cd runs && TIMES=60 PYTHONPATH=$(CURDIR) $(abspath $(VENV))/bin/python -m holdfast.drill.chaos --faults 500 --run-dir . $(CHAOS_SCRIPTS)
 
 storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)
 	$(VENV)/bin/python -m holdfast.drill.storm

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 @pytest.mark.more
 def test_a_slice_of_chaos(tmp_path: Path) -> None:
-    tally = chaos(tmp_path / "chaos", faults=4, steps=300, seed=3, layouts=["ddp"], nproc=2)
+    tally = chaos(tmp_path / "chaos", faults=4, seed=3, exercises={"ddp": small("ddp", 300, SAVE_EVERY, 2)})
     assert tally.failures == [] and tally.faults >= 4
     assert sum(map(len, tally.times_s.values())) >= 1
 

@@ -20,6 +20,11 @@ from holdfast.adapters.torch.boxes import local_of
 from tests.session.once import first
 
 
+def long(count: int) -> int:
+    """``count`` epochs or iterations, ``TIMES`` as many where faults come at random."""
+    return count * int(os.environ.get("TIMES", "1"))
+
+
 def beat(step: int) -> None:
     """In step ``step``."""
     rank = dist.get_rank()

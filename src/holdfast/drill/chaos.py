@@ -1,13 +1,15 @@
 """Random faults of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
 
-``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--flag=--spares=1]``
+``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--script train.py]
+[--flag=--spares=1]``
 
 Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker, the
 agent or a newcomer, which are stopped, the newcomer in its start, after a worker was killed for it; half of the pairs
-hit the recovery from the first one. The layouts take turns, a training each. A dead launcher ends the run with a
-sealed checkpoint (nobody watches it any more): the same command is typed again, as a scheduler or a person would. A
-fault counts as recovered when every rank lives and the job has committed a step beyond the one of the fault. The exit
-code is 0 only when every run ended with the bits of the undisturbed one.
+hit the recovery from the first one. The layouts, or scripts, take turns, a training each. A dead launcher ends the run
+with a sealed checkpoint, since nothing watches it then: the same command is typed again, as a scheduler or a person
+would. A fault counts as recovered when every rank lives and the job has committed a step beyond the one of the fault.
+The exit code is 0 only when every run ended with the bits of the undisturbed one: what the ranks of the drill's own job
+tell, or the tensors of a script's final checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import journal
-from holdfast.drill.digest import STATE, digest_of_results
+from holdfast.drill.digest import STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.proof import Exercise, require_torch, small
 from holdfast.drill.runner import end, launch
@@ -33,6 +35,7 @@ from holdfast.drill.watch import Run, Seen
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive, kill_if, stopped
 from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.runtime.settings import RunSettings
 from holdfast.wording import plural
 
 SAVE_EVERY = 50
@@ -40,6 +43,7 @@ POLL_S = 0.01
 RECOVERED_S_MAX = 180.0  # a start may take 120 s
 NEWCOMER_S_MAX = 20.0  # a process takes the place of a killed one
 NPROC = 4
+NPROC_OF_SCRIPT = 2
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
 STOPPED = "stopped "
@@ -122,10 +126,19 @@ class Chaos:
         """Only let it end."""
         self._finish()
 
+    def bits(self) -> str:
+        """Of a training that has ended: of what its ranks tell, else of its final checkpoint."""
+        if self._exercise.results:
+            return digest_of_results(self.results, self.nproc, STATE)
+        ended = self._run.all_of("run_ended")
+        run = RunSettings.load(self._run.directory).saves_as
+        return digest_of_checkpoint(self.base / "checkpoints", run, int(ended[-1].data["step"]))
+
     def _start(self) -> None:
         self._starts += 1
         directory = self.base / f"run-{self._starts:03d}"
-        command = [*self._exercise.command, "--result", str(self.results)]
+        told = ("--result", str(self.results)) if self._exercise.results else ()
+        command = [*self._exercise.command, *told]
         with os.fdopen(open_log(self.base / "launcher.log"), "ab") as log:
             self._launcher = launch(
                 directory, command, log, self.base / "checkpoints",
@@ -234,6 +247,7 @@ class Chaos:
     def _finish(self) -> None:
         while self._launcher.wait() != Exit.OK:
             self._again()
+        self._run.poll()
         self._note_broken()
 
     def _note_broken(self) -> None:
@@ -245,45 +259,35 @@ def journal_has(directory: Path, kind: str) -> bool:
     return any(event.kind == kind for event in journal.read(directory / "events.jsonl").events)
 
 
-def chaos(
-    base: Path,
-    faults: int,
-    steps: int,
-    seed: int,
-    layouts: Sequence[str],
-    flags: Sequence[str] = (),
-    nproc: int = NPROC,
-) -> Tally:
-    """Trainings of ``steps`` steps, the layouts in turn, until so many faults were made."""
+def chaos(base: Path, faults: int, seed: int, exercises: Mapping[str, Exercise]) -> Tally:
+    """Trainings of these kinds in turn, until so many faults were made."""
     tally = Tally()
     base.mkdir(parents=True)
     wanted: dict[str, str] = {}
 
-    def training(name: str, layout: str, number: int) -> Chaos:
+    def training(name: str, kind: str, number: int) -> Chaos:
         place = base / name
         place.mkdir()
-        exercise = small(layout, steps, SAVE_EVERY, nproc, flags)
-        return Chaos(place, exercise, random.Random(seed * 1000 + number), tally)
-
-    def bits(one: Chaos) -> str:
-        return digest_of_results(one.results, one.nproc, STATE)
+        return Chaos(place, exercises[kind], random.Random(seed * 1000 + number), tally)
 
     while tally.faults < faults and not tally.failures:
-        layout = layouts[tally.runs % len(layouts)]
-        if layout not in wanted:
-            calm = training(f"undisturbed-{layout}", layout, 0)
+        kind = list(exercises)[tally.runs % len(exercises)]
+        if kind not in wanted:
+            calm = training(f"undisturbed-{kind}", kind, 0)
             calm.undisturbed()
-            wanted[layout] = bits(calm)
+            wanted[kind] = calm.bits()
         tally.runs += 1
         before = tally.faults
-        one = training(f"chaos-{tally.runs:03d}", layout, tally.runs)
+        one = training(f"chaos-{tally.runs:03d}", kind, tally.runs)
         one.work(faults - tally.faults)
-        same = bits(one) == wanted[layout] != ""
+        done = tally.faults - before
+        if tally.failures:
+            break  # the training may not have ended
+        same = one.bits() == wanted[kind] != ""
         if not same:
             tally.failures.append(f"other bits in {one.base}")
-        done = tally.faults - before
         verdict = "identical" if same else "DIFFERENT"
-        print(f"run {tally.runs}, {layout}: {plural(done, 'fault')}, bits {verdict}", flush=True)
+        print(f"run {tally.runs}, {kind}: {plural(done, 'fault')}, bits {verdict}", flush=True)
     return tally
 
 
@@ -294,12 +298,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layout", choices=ALL_LAYOUTS, action="append")
+    parser.add_argument(
+        "--script", type=Path, action="append", default=[], help="with a session, for two workers"
+    )
     parser.add_argument("--flag", action="append", default=[], help="of holdfast run, as --flag=--spares=1")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"))
     given = parser.parse_args(argv)
     require_torch()
+    layouts = given.layout or (() if given.script else LAYOUTS)
+    exercises = {name: small(name, given.steps, SAVE_EVERY, NPROC, given.flag) for name in layouts}
+    for script in given.script:
+        command = (*given.flag, str(script.absolute()))
+        exercises[script.stem] = Exercise(command, NPROC_OF_SCRIPT, results=False)
     base, started_s = given.run_dir.absolute() / time.strftime("chaos-%Y%m%d-%H%M%S"), time.monotonic()
-    tally = chaos(base, given.faults, given.steps, given.seed, given.layout or LAYOUTS, given.flag)
+    tally = chaos(base, given.faults, given.seed, exercises)
     print("\n".join(tally.rows()))
     for failure in tally.failures:
         print(f"FAILED: {failure}")

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-MAX_ITERS = 12
+MAX_ITERS = long(12)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(1337 + rank)

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-EPOCHS = 3
+EPOCHS = long(3)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7)

@@ -10,9 +10,9 @@ from torch import nn
 
 import holdfast
 import holdfast.torch
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-MAX_ITERS = 12
+MAX_ITERS = long(12)
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1337)

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-MAX_ITERS = 4
+MAX_ITERS = long(4)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (2,))

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-EPOCHS = 3
+EPOCHS = long(3)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7)

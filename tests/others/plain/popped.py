@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
 Row = tuple[torch.Tensor, torch.Tensor]
 
@@ -19,7 +19,7 @@ def named(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack(x), "labels": torch.stack(y)}
 
 
-EPOCHS = 3
+EPOCHS = long(3)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7)

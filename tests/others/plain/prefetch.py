@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-MAX_ITERS = 12
+MAX_ITERS = long(12)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(1337 + rank)

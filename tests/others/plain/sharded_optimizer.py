@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.others.beat import beat, end
+from tests.others.beat import beat, end, long
 
-MAX_ITERS = 12
+MAX_ITERS = long(12)
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1337)
