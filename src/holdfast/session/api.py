@@ -80,8 +80,7 @@ def open_session(
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
         UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper, hook or process group that is refused by name.
-        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`.
-        StoreWriteError: the checkpoint directory cannot be written.
+        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`. StoreWriteError: no place to write.
     """
     from holdfast.session.session import Session
     from holdfast.session.settings import Settings, extras_of
