@@ -14,11 +14,11 @@ from typing import Literal
 
 import click
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from holdfast.cli.console import print_table
+from holdfast.cli.console import SafeConsole, print_table
 from holdfast.cli.errors import say
+from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.finite import Finite
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, UsageError
@@ -66,7 +66,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
         _say_json(found)
         return 0
     if not found:
-        click.echo(f"no checkpoint in {root}")
+        echo(f"no checkpoint in {root}")
         return 0
     rows = [
         (str(one.step), one.name, _state(one), one.save_id.kind if one.save_id else "", str(one.world or ""),
@@ -92,7 +92,7 @@ def show(checkpoint: str, as_json: bool) -> int:
         }
         _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
         return 0
-    click.echo(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
+    echo(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
                f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
                f"values: {', '.join(sorted(values)) or 'none'}")  # fmt: skip
     rows = [
@@ -116,13 +116,13 @@ def verify(checkpoint: str, as_json: bool) -> int:
         if not judged.valid:
             raise CheckpointInvalid(judged.reason)
     if not as_json:
-        click.echo(
+        echo(
             f"{path}: {_state(judged)}, {plural(judged.tensors, 'tensor')}, {_size(judged.size_bytes)} verified"
         )
         for line in judged.damage:
-            click.echo(f"  damaged, a copy makes up for it: {line}")
+            echo(f"  damaged, a copy makes up for it: {line}")
         if judged.damage:
-            click.echo(f"  next: holdfast ckpt repair {shlex.quote(str(path))}")
+            echo(f"  next: holdfast ckpt repair {shlex.quote(str(path))}")
     return 0
 
 
@@ -143,16 +143,16 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
         if as_json:
             _say_json(info)
         else:
-            click.echo(ranges(info.ranks))
+            echo(ranges(info.ranks))
         return 0
     with _checkpoint(str(checkpoint)) as path:
         found = holdings(path, pattern)
     if as_json:
         before = "["
         for one in found:
-            click.echo(before + msgspec.json.encode(one).decode(), nl=False)
+            echo_json(before.encode() + msgspec.json.encode(one), nl=False)
             before = ","
-        click.echo("[]" if before == "[" else "]")
+        echo("[]" if before == "[" else "]")
         return 0
     rows = [
         (one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
@@ -160,7 +160,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
     ]
     print_table(("tensor", "dtype", "shape", "box", "ranks"), rows)
     if next(found, None) is not None:
-        click.echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
+        echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0
 
 
@@ -175,9 +175,9 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
         _say_json({"path": str(path), **msgspec.structs.asdict(done)})
         return 0
     for name in done.rebuilt:
-        click.echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
+        echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
     if done.sealed:
-        click.echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
+        echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
     return 0
 
 
@@ -287,18 +287,18 @@ def prune(
         _say_json(done)
         return 0
     for name in done.removed:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {place / name}")
+        echo(f"{'would remove' if dry_run else 'removed'} {place / name}")
     for name, reason in done.spared.items():
-        click.echo(f"spared {place / name}: {reason}")
+        echo(f"spared {place / name}: {reason}")
     if not done.removed:
-        click.echo(f"nothing to remove below {place}")
+        echo(f"nothing to remove below {place}")
     return 0
 
 
 @contextmanager
 def _progress(name: str, size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr when that is a terminal; yields what advances it."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(name, total=size_bytes)
@@ -317,7 +317,7 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
         # What is no valid Unicode is written as in the text: JSON cannot hold it.
         _say_json([name.encode(errors="backslashreplace").decode() for name in made])
     else:
-        click.echo("\n".join(made))
+        echo("\n".join(made))
 
 
 @contextmanager
@@ -398,4 +398,4 @@ def _size(size_bytes: int) -> str:
 
 
 def _say_json(value: object) -> None:
-    click.echo(msgspec.json.encode(value))
+    echo_json(msgspec.json.encode(value))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from holdfast.cli.escaping import echo
 from holdfast.compat.packages import PACKAGES, remove, site, write
 from holdfast.exits import Exit
 
@@ -24,8 +25,8 @@ def install_packages(into: Path | None) -> int:
     """Make mindio_ttp and taskd importable: MindSpore's own fault tolerance then runs on CPU."""
     folder = into or site()
     write(folder)
-    click.echo(f"{' and '.join(PACKAGES)} are in {folder}; take them away: holdfast compat remove")
-    click.echo("next: MS_ENABLE_TFT='{TTP:1}' msrun ... (docs/compat.md)")
+    echo(f"{' and '.join(PACKAGES)} are in {folder}; take them away: holdfast compat remove")
+    echo("next: MS_ENABLE_TFT='{TTP:1}' msrun ... (docs/compat.md)")
     return Exit.OK
 
 
@@ -34,5 +35,5 @@ def install_packages(into: Path | None) -> int:
 def remove_packages(into: Path | None) -> int:
     """Take away what `holdfast compat install` wrote, and nothing else."""
     gone = remove(into or site())
-    click.echo("\n".join(f"removed {path}" for path in gone) or "nothing of Holdfast's was there")
+    echo("\n".join(f"removed {path}" for path in gone) or "nothing of Holdfast's was there")
     return Exit.OK

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
-import click
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from holdfast.cli.escaping import coloured, echo, echo_line, shown
 
 PLAIN_PERIOD_S = 30.0
 UNWRAPPED_WIDTH = 100_000  # columns of a pipe or a file
@@ -23,15 +25,30 @@ ROWS_FOLDED_MAX = 1000
 NAME = "holdfast: "
 
 
-def table_console() -> Console:
+class SafeConsole(Console):
+    """As rich's, without highlighting; what is printed cannot drive the terminal, but styles and the status line do."""
+
+    def __init__(
+        self, *, stderr: bool = False, soft_wrap: bool = False, width_columns: int | None = None
+    ) -> None:
+        super().__init__(highlight=False, stderr=stderr, soft_wrap=soft_wrap, width=width_columns)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich's."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+def table_console() -> SafeConsole:
     """For tables and long lines on stdout: nothing is wrapped but on a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=UNWRAPPED_WIDTH)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width_columns=UNWRAPPED_WIDTH)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stdout. On a terminal a wide cell is folded, but not in thousands of rows: that takes seconds."""
     console = table_console()
+    rows = [tuple(map(shown, row)) for row in rows]
     if console.is_terminal and len(rows) <= ROWS_FOLDED_MAX:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in columns:
@@ -46,7 +63,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         [f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(line, widths, strict=True)]
         for line in lines
     )
-    click.echo("\n".join("  ".join(cells).rstrip() for cells in padded))
+    echo("\n".join("  ".join(cells).rstrip() for cells in padded))
 
 
 class Screen:
@@ -60,12 +77,12 @@ class Screen:
         self._marked = marked
         self._prefix = prefix
         self._live: Live | None = None
-        self._console: Console | None = None
+        self._console: SafeConsole | None = None
         self._said_at_s = time.monotonic()
 
     def __enter__(self) -> Screen:
         if sys.stdout.isatty() and sys.stderr.isatty():
-            self._console = Console(highlight=False, soft_wrap=True)
+            self._console = SafeConsole(soft_wrap=True)
             self._live = Live(console=self._console, auto_refresh=False, transient=True,
                               redirect_stdout=False, redirect_stderr=False)  # fmt: skip
             self._live.start()
@@ -85,16 +102,16 @@ class Screen:
         else:
             text = f"[rank {rank}] {line}" if self._marked or always_marked else line
         if self._live is not None and self._console is not None:
-            self._console.print(Text.from_ansi(text))
+            self._console.print(Text.from_ansi(coloured(text)))
         else:
-            click.echo(text)
+            echo_line(text)
 
     def say(self, text: str) -> None:
         """A line of our own."""
         if self._live is not None and self._console is not None:
             self._console.print(Text.assemble((NAME, "dim"), text))
         else:
-            click.echo(NAME + text, err=True)
+            echo(NAME + text, err=True)
 
     def status(self, text: str) -> None:
         """Replace the status line; elsewhere than on a terminal print it when it is due."""

@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from holdfast import journal
+from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.find import find_run
 from holdfast.core.page import FILE_SIZE_BYTES
 from holdfast.errors import HoldfastError, StoreError
@@ -74,13 +75,13 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
         directory, _ = find_run(run, run_dir)
         findings += _losses(directory.journal)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(findings), indent=2))
+        echo_json(msgspec.json.format(msgspec.json.encode(findings), indent=2))
     else:
         for each in findings:
             sign, colour = SIGNS[each.grade]
-            click.echo(f"{click.style(sign, fg=colour)}  {each.what:16}  {each.found}")
+            echo(f"  {each.what:16}  {each.found}", lead=click.style(sign, fg=colour))
             if each.advice:
-                click.echo(f"    next: {each.advice}")
+                echo(f"    next: {each.advice}")
     return Exit.BAD_INPUT if any(each.grade == "bad" for each in findings) else Exit.OK
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from holdfast.cli.escaping import echo, shown
 from holdfast.errors import (
     HINTS_OF_THE_MACHINE,
     AuthError,
@@ -33,6 +34,7 @@ from holdfast.errors import (
     UserError,
 )
 from holdfast.exits import Exit
+from holdfast.runtime.masking import masked
 from holdfast.wording import closest
 
 _LOG = "log: "
@@ -72,7 +74,7 @@ def say(text: str, *, colour: str = "", lead: str = "") -> None:
     """One message on stderr; ``lead`` is coloured when stderr is a terminal."""
     if lead and sys.stderr.isatty() and not no_colour():
         lead = click.style(lead, fg=colour, bold=True)
-    click.echo(lead + text, err=True)
+    echo(text, lead=lead, err=True)
 
 
 def outcome(message: str, log: str, hint: str, report: str = "", after: str = "") -> None:
@@ -107,10 +109,10 @@ def show_unexpected(error: BaseException) -> Exit:
     try:
         fd, path = tempfile.mkstemp(prefix="holdfast-error-", suffix=".txt")
         with os.fdopen(fd, "w", errors="backslashreplace") as file:
-            file.write(f"command: {sys.argv}\npython: {sys.version}\n\n")
-            traceback.print_exception(error, file=file)
+            file.write(f"command: {masked(sys.argv)}\npython: {sys.version}\n\n")
+            file.write(shown("".join(traceback.format_exception(error))))
     except OSError:  # no place for a file
-        traceback.print_exception(error)
+        echo("".join(traceback.format_exception(error)), nl=False, err=True)
     else:
         internal.add_note(f"{_LOG}{path}")
     return show(internal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli.errors import logs_at
+from holdfast.cli.escaping import echo
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.finite import Finite
 from holdfast.cli.view import Watch
@@ -35,8 +36,8 @@ def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None)
         answer = AgentLink(directory.path).request(order)
         if not answer.ok:
             raise UserError(f"run {settings.run_id} refused: {answer.detail}", hint=f"holdfast status {name}")
-    click.echo(f"{settings.run_id}: {answer.detail}")
+    echo(f"{settings.run_id}: {answer.detail}")
     if not cancel:
-        click.echo("it saves at the end of a step and leaves with code 75")
-        click.echo(f"take it back: holdfast exit --cancel {name}")
+        echo("it saves at the end of a step and leaves with code 75")
+        echo(f"take it back: holdfast exit --cancel {name}")
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from holdfast.cli.escaping import echo, echo_line
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
 from holdfast.cli.view import Watch
@@ -22,13 +23,15 @@ FOLLOW_POLL_S = 0.2
 @click.option("--rank", type=int, help="Only this rank of the job (default: all, each line marked).")
 @click.option("--attempt", type=int, help="Only this attempt (default: all; each restart is one).")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@click.option("--raw", is_flag=True, help="With every control character that a rank printed, as it is.")
 @click.option("--paths", is_flag=True, help="Print the paths of the logs instead.")
 def logs(
-    run: str | None, run_dir: str, rank: int | None, attempt: int | None, follow: bool, paths: bool
+    run: str | None, run_dir: str, rank: int | None, attempt: int | None, follow: bool, raw: bool, paths: bool
 ) -> int:
     """What the ranks of RUN (an id, a path, or the newest) printed.
 
-    Logs are plain files, one per rank and attempt, on the node where the rank ran; `--paths` names them.
+    Logs are plain files, one per rank and attempt, on the node where the rank ran; `--paths` names them. Control
+    characters in them are shown as escapes, but colours.
     """
     directory, settings = find_run(run, run_dir)
     watch = Watch(directory, settings)
@@ -42,12 +45,12 @@ def logs(
         _check_place(watch, rank, attempt)
     if paths:
         for path in _paths(log_dir, rank, attempt):
-            click.echo(path)
+            echo(str(path))
         return 0
     marked = rank is None and ranks > 1
     tail = LogTail(log_dir, lambda _, each: rank in (None, each))
     for number, line in _follow(watch, tail) if follow else _read(log_dir, rank, attempt):
-        click.echo(f"[rank {number}] {line}" if marked else line)
+        echo_line(f"[rank {number}] {line}" if marked else line, raw=raw)
     return 0
 
 

@@ -19,6 +19,7 @@ from holdfast.cli.errors import (
     translate,
     working_directory,
 )
+from holdfast.cli.escaping import echo
 from holdfast.cli.output import OutputLost, flush, watch
 from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
@@ -73,7 +74,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
     if value and not ctx.resilient_parsing:
         from importlib.metadata import version
 
-        click.echo(f"holdfast {version('holdfast')}")
+        echo(f"holdfast {version('holdfast')}")
         ctx.exit()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.cli.escaping import shown
 from holdfast.cli.status import fault_place, named
 from holdfast.cli.view import FaultView, Story, log_of, repeated
 from holdfast.core.fault import LEFT_FOR_RESTART, SEEN
@@ -382,7 +383,7 @@ def text(report: Report) -> str:
         pieces = [line.strip() for value in values for line in value.splitlines()]
         for index, piece in enumerate(pieces):
             lines.append(f"{label if index == 0 else '':{LABEL}}  {whole_words(piece, LINE_LENGTH_MAX)}")
-    return "\n".join(lines) + "\n"
+    return shown("\n".join(lines)) + "\n"
 
 
 def _answer(report: Report) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.nodes import read_counts
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
@@ -39,17 +40,17 @@ def check_file(file: Path, as_json: bool) -> int:
     found = read(file)
     if as_json:
         shown = {"file": str(file), "status": found.status, "table": found.table, "mistakes": found.mistakes}
-        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
+        echo_json(msgspec.json.format(msgspec.json.encode(shown), indent=2))
         return Exit.OK if found.table is not None else Exit.USAGE
     if found.table is None:
         raise refusal(file, found.mistakes)
     table = found.table
     size = f"{plural(len(table.servers), 'host')}, {plural(table.world_size, 'rank')}"
-    click.echo(f"{file}: version {table.version}, {size}, no mistake")
+    echo(f"{file}: version {table.version}, {size}, no mistake")
     for number, server in enumerate(table.servers):
         ranks = [device.rank for device in server.devices]
         where = server.name if server.address in ("", server.name) else f"{server.name} ({server.address})"
-        click.echo(f"  node {number}  {where or 'any host':{WIDTH}}  ranks {ranks[0]} to {ranks[-1]}")
+        echo(f"  node {number}  {where or 'any host':{WIDTH}}  ranks {ranks[0]} to {ranks[-1]}")
     return Exit.OK
 
 
@@ -68,16 +69,16 @@ def make_file(
     counts = read_counts(nproc_per_node)
     data = make(names, counts, version, dict(_addresses(each, names) for each in hccn))
     if names != sorted(names):
-        click.echo(f"note: ranks follow the letters of the addresses: {', '.join(sorted(names))}", err=True)
+        echo(f"note: ranks follow the letters of the addresses: {', '.join(sorted(names))}", err=True)
     if output is None:
-        click.echo(data.decode(), nl=False)
+        echo_json(data, nl=False)
         return Exit.OK
     try:
         write_private(output, data)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}", hint="--output FILE in a directory that can be "
                          "written") from error  # fmt: skip
-    click.echo(f"{output}: {shape(len(names), counts)}; holdfast run --rank-table {output} ...")
+    echo(f"{output}: {shape(len(names), counts)}; holdfast run --rank-table {output} ...")
     return Exit.OK
 
 

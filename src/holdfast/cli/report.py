@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from holdfast import journal
+from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.postmortem import Report, reports_of, text
 from holdfast.cli.status import first_line
@@ -30,13 +31,13 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
     found = reports_of(directory, settings, events)
     chosen = found if fault is None else [_named(found, fault, directory.path)]
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(chosen), indent=2))
+        echo_json(msgspec.json.format(msgspec.json.encode(chosen), indent=2))
     elif not chosen:
-        click.echo(f"run {settings.run_id} had no fault")
+        echo(f"run {settings.run_id} had no fault")
     else:
-        click.echo("\n".join(text(each) for each in chosen), nl=False)
+        echo("\n".join(text(each) for each in chosen), nl=False)
     if not as_json and (ended := _ended(watch.poll())):
-        click.echo(ended)
+        echo(ended)
     return 0
 
 

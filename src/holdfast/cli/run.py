@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from holdfast.cli.completion import files, script_for
+from holdfast.cli.escaping import echo
 from holdfast.cli.finite import Finite
 from holdfast.cli.flags import FLAGS, Flag
 from holdfast.cli.nodes import RUN_HELP
@@ -67,7 +68,7 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     by itself. Ctrl-C saves at the next step and leaves; a second Ctrl-C ends at once.
     """
     if values["print_completion"]:
-        click.echo(script_for(values["print_completion"]))
+        echo(script_for(values["print_completion"]))
         return 0
     if script is None:
         raise UsageError("no training script given", hint=f"holdfast run train.py  (flags: {RUN_HELP})")

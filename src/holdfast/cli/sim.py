@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 import msgspec
 
+from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.finite import Finite
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
@@ -87,12 +88,12 @@ def _one(ranks: int, seed: int, faults: tuple[SimFault, ...] | None, as_json: bo
     try:
         result = run_sim(ranks, seed, chosen)
     except Violation as violation:
-        click.echo(f"VIOLATION seed {seed}: {violation}")
+        echo(f"VIOLATION seed {seed}: {violation}")
         sys.exit(int(Exit.INTERNAL))
     if as_json:
-        click.echo(msgspec.json.encode(result))
+        echo_json(msgspec.json.encode(result))
         return
-    click.echo(
+    echo(
         f"{plural(ranks, 'rank')}, seed {seed}: {plural(len(chosen), 'fault')}, "
         f"{result.events} events, {result.time_s:.2f} virtual s"
     )
@@ -101,39 +102,39 @@ def _one(ranks: int, seed: int, faults: tuple[SimFault, ...] | None, as_json: bo
             told = ", ".join(
                 f"{key} {value}" for key, value in record.data.items() if value not in ("", None)
             )
-            click.echo(f"  {record.kind}: {told}"[:200])
-    click.echo(f"digest {result.digest}; no invariant was broken")
+            echo(f"  {record.kind}: {told}"[:200])
+    echo(f"digest {result.digest}; no invariant was broken")
 
 
 def _many(ranks: int, seeds: range, as_json: bool) -> None:
     result = summarize(ranks, seeds)
     if as_json:
-        click.echo(msgspec.json.encode(result))
+        echo_json(msgspec.json.encode(result))
     else:
-        click.echo(
+        echo(
             f"{plural(result.runs, 'run')} of {plural(ranks, 'rank')}: "
             f"{result.events} events in {result.virtual_s:.0f} virtual seconds, "
             f"{plural(result.recoveries, 'fault')} recovered"
         )
-        click.echo(
+        echo(
             f"ranks in doubt: {plural(result.in_doubt_forward, 'decision')} forward, {result.in_doubt_back} back"
         )
-        click.echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")
-        click.echo(f"exhaustive search of two elections of three agents: {result.election_states} states")
+        echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")
+        echo(f"exhaustive search of two elections of three agents: {result.election_states} states")
         for violation in result.violations:
-            click.echo(f"VIOLATION {violation}")
-        click.echo("no invariant was broken" if not result.violations else "please report the lines above")
+            echo(f"VIOLATION {violation}")
+        echo("no invariant was broken" if not result.violations else "please report the lines above")
     if result.violations:
         sys.exit(int(Exit.INTERNAL))
 
 
 def _tell(result: Forecast, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(result))
+        echo_json(msgspec.json.encode(result))
         return
-    click.echo(
+    echo(
         f"{plural(result.ranks, 'rank')}: goodput {100 * result.goodput:.2f} % (expected; the causes are assumptions)"
     )
     for loss in result.losses:
         cost = f"{loss.each_s:8.1f} s each  {100 * loss.share:6.3f} % of the time"
-        click.echo(f"  {loss.name:16} {loss.per_day:8.2f} per day  {cost}")
+        echo(f"  {loss.name:16} {loss.per_day:8.2f} per day  {cost}")

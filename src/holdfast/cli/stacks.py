@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 import click
 import msgspec
 
+from holdfast.cli.escaping import echo, echo_json, shown
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.core.page import Word
 from holdfast.errors import ProtocolError, UsageError
@@ -50,13 +51,14 @@ def stacks(run: str | None, run_dir: str, rank: int | None, as_json: bool) -> in
             f"run {settings.run_id} has {what}", hint=f"holdfast status {name_of(directory.path)}"
         )
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        echo_json(msgspec.json.format(msgspec.json.encode(found), indent=2))
         return 0
     for each in found:
         kernel = f", kernel {each.wchan}" if each.wchan not in ("", "0") else ""
-        click.secho(f"rank {each.rank}, pid {each.pid}: {each.phase} of step {each.step}, "
-                    f"process {each.process or '?'}, cpu {each.cpu:.0%}{kernel}", bold=True)  # fmt: skip
-        click.echo(each.stacks or "  it does not answer\n")
+        line = (f"rank {each.rank}, pid {each.pid}: {each.phase} of step {each.step}, "
+                    f"process {each.process or '?'}, cpu {each.cpu:.0%}{kernel}")  # fmt: skip
+        echo(lead=click.style(shown(line), bold=True))
+        echo(each.stacks or "  it does not answer\n")
     return 0
 
 

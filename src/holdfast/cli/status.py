@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.console import table_console
+from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
 from holdfast.core.fault import SEEN
@@ -41,7 +42,7 @@ def status(run: str | None, run_dir: str, as_json: bool, watch: bool) -> int:
     looker = Watch(directory, settings)
     if as_json:
         for view in _views(looker, watch):
-            click.echo(msgspec.json.encode(view))
+            echo_json(msgspec.json.encode(view))
         return 0
     console = table_console()
     if watch and console.is_terminal:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-import click
 import msgspec
 
+from holdfast.cli.escaping import echo
 from holdfast.errors import FrameworkError
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.torch_build import TESTED, TRIED, VARIABLE, all_restart, torch_build, try_out
@@ -25,7 +25,7 @@ def heed_torch(settings: RunSettings) -> tuple[RunSettings, tuple[str, ...]]:
         return settings, ()
     if build is None or not build.is_newer:
         return settings, ()
-    click.echo(f"holdfast: torch {build.text} is newer than the tested ones: its self-test", err=True)
+    echo(f"holdfast: torch {build.text} is newer than the tested ones: its self-test", err=True)
     reason = try_out(build).reason
     env = {**settings.env, VARIABLE: reason or TRIED}
     if not reason:

@@ -16,10 +16,13 @@ from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.core.progress import Limits
 from holdfast.errors import UsageError
 from holdfast.runtime.frameworks import FrameworkName
+from holdfast.runtime.masking import masked
 from holdfast.runtime.rundir import write_private
 from holdfast.wording import plural
 
 SETTINGS_FILE = "run.json"
+ARGUMENTS_FILE = "arguments.json"
+"""Arguments of the script as they are, where ``run.json`` has them masked."""
 JOIN_S = 120.0
 
 TargetKind = Literal["script", "module", "executable"]
@@ -152,8 +155,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.nnodes_max > 1
 
     def save(self, run_dir: Path) -> None:
-        """Write ``run.json`` (0600)."""
-        write_private(run_dir / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(self), indent=2))
+        """Write ``run.json`` (0600), secrets in command lines masked; arguments that the script needs lie beside it."""
+        written = msgspec.structs.replace(self, args=masked(self.args), command=masked(self.command))
+        if written.args != self.args:
+            write_private(run_dir / ARGUMENTS_FILE, msgspec.json.encode(self.args))
+        write_private(run_dir / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(written), indent=2))
 
     @staticmethod
     def load(run_dir: Path) -> RunSettings:
@@ -164,7 +170,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         """
         path = run_dir / SETTINGS_FILE
         try:
-            return msgspec.json.decode(path.read_bytes(), type=RunSettings)
+            settings = msgspec.json.decode(path.read_bytes(), type=RunSettings)
+            if (run_dir / ARGUMENTS_FILE).exists():
+                path = run_dir / ARGUMENTS_FILE
+                args = msgspec.json.decode(path.read_bytes(), type=tuple[str, ...])
+                settings = msgspec.structs.replace(settings, args=args)
+            return settings
         except FileNotFoundError as error:
             raise UsageError(
                 f"{run_dir} is no run directory: it has no {SETTINGS_FILE}",

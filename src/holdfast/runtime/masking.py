@@ -1,0 +1,56 @@
+"""Secrets in the words of a command line, masked before they are written down or shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MASK = "***"
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_SECRET = re.compile(
+    r"token|secret|pass(word|wd|phrase|code)?|pwd|credentials?|auth(orization)?|keys?|cookies?|"
+    r"\w*(apikey|password|passwd|accesskey|secretkey|privatekey|authtoken|hftoken)"
+)
+_HARMLESS = frozenset(
+    "file files path paths dir directory id ids name names type size len length dim dims".split()
+)
+"""Last words of names that say where a secret lies, or something else."""
+_KNOWN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|"
+    r"(AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
+)
+"""Forms of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and signed web tokens."""
+_LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
+_SIGNED = re.compile(r"(?i)([?&][\w-]*(?:signature|token|secret|key|sig|password)=)[^&\s#]+")
+_NAMED = re.compile(r"([+~-]*)([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
+
+
+def masked(words: Sequence[str]) -> tuple[str, ...]:
+    """``words`` with each secret as ``***``: by the name of its flag or variable, or by its form."""
+    found: list[str] = []
+    follows = False
+    for word in words:
+        if follows and not word.startswith("--"):
+            found.append(MASK)
+            follows = False
+            continue
+        flag = _FLAG.fullmatch(word)
+        follows = flag is not None and is_secret(flag[1])
+        found.append(_masked(word))
+    return tuple(found)
+
+
+def is_secret(name: str) -> bool:
+    """A flag, key or variable of this name holds a secret: ``hf-token``, ``WANDB_API_KEY``, ``logger.apiKey``."""
+    parts = [part.lower() for part in _PART.findall(name)]
+    if not parts or parts[-1] in _HARMLESS:
+        return False
+    return any(map(_SECRET.fullmatch, parts))
+
+
+def _masked(word: str) -> str:
+    named = _NAMED.fullmatch(word)
+    if named is not None and named[3] and is_secret(named[2]):
+        return f"{named[1]}{named[2]}={MASK}"
+    return _KNOWN.sub(MASK, _SIGNED.sub(rf"\1{MASK}", _LOGIN.sub(MASK, word)))
