@@ -37,6 +37,7 @@ START_S = 60.0
 """Deaths of a process younger than this happen in its start."""
 OUTSIDE_SIGNALS = frozenset({1, 2, 9, 15})  # SIGHUP, SIGINT, SIGKILL, SIGTERM
 OUTSIDE_TIMES_MAX = 4
+PLACES = {"starting": "in its start", "left": "after its script had ended"}
 LEFT_FOR_RESTART = "left for a restart"
 """What is said of a member that follows a fault: it has nothing of its own to tell."""
 
@@ -123,7 +124,7 @@ def death_of(
         rank=member.rank,
         step=exited.step,
         kind=DEATH,
-        what=f"rank {member.rank} {how}, {'in its start' if place == 'starting' else f'in {place}'}",
+        what=f"rank {member.rank} {how}, {PLACES.get(place, f'in {place}')}",
         digest=f"death of rank {member.rank} in {place} by {what}",
         occurrence=generation.pack(),
         times_max=OUTSIDE_TIMES_MAX if outside else 2,

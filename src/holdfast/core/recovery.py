@@ -32,6 +32,7 @@ from holdfast.core.gasp import Gasp
 from holdfast.core.ids import MemberId, NodeId, memory_name
 from holdfast.core.job import Job
 from holdfast.core.ladder import judge
+from holdfast.core.leavers import missed
 from holdfast.core.membership import Member
 from holdfast.core.messages import (
     FaultSeen,
@@ -136,12 +137,12 @@ class Recovery:
         self._suspicion.step = seen.step
         self.job.timer("grace", self.job.config.fault_grace_s)
 
-    def fault(self, now: float, fault: Fault, *others: Fault) -> None:
-        """Something is broken for good; ``others`` came to light with it. Before the decision it joins the fence,
-        afterwards it starts a new one; but a newcomer that dies before it has joined is nobody's peer yet: another one
-        takes its seat."""
+    def fault(self, now: float, fault: Fault, *more: Fault) -> None:
+        """Something is broken for good, and ``more`` with it: joins the fence before the decision, else starts a new one.
+        A newcomer that dies before it has joined is no peer yet: another one takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
+        fault, *others = *missed(now, self.job, self.faults, fault), fault, *more
         member = self.job.roster.get(MemberId(fault.member_id))
         newcomer = member if member is not None and member.joining else None
         if newcomer is not None:

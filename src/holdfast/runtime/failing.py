@@ -91,6 +91,16 @@ def tell(
     return user_error
 
 
+def tell_exit(client: Client, error: SystemExit, step: int) -> None:
+    """The script leaves the block of ``step`` by ``sys.exit()``: with code 0, too, the others would wait for it."""
+    if client.fenced:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    tell(client, error, f"exit code {code} inside the block of step {step}{place}")
+
+
 def digest(error: BaseException) -> str:
     """Identity of an exception: type, place that raised it, and text without the numbers in it: they are those of a
     rank, a step or an address."""

@@ -29,7 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
-from holdfast.runtime.failing import show, tell
+from holdfast.runtime.failing import show, tell, tell_exit
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
 from holdfast.session.behind import Behind
@@ -486,6 +486,8 @@ class Session(Repeating):
                 self._tier.close()
             elif isinstance(error, Exception):
                 self._fall(error)
+            elif isinstance(error, SystemExit) and self._client is not None and self._rank.state != "ready":
+                tell_exit(self._client, error, self._rank.step)
         finally:
             if self._watch is not None:  # a spare is called, and may fail, in the `try` above
                 self._watch.stop()
