@@ -419,6 +419,25 @@ def test_goodput_counts_the_union(made: Made) -> None:
     assert not watch.story.recovering
 
 
+def test_a_job_that_stands_loses_goodput_and_one_in_its_first_step_has_none(made: Made) -> None:
+    made.settings.created_at -= 90.0
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    for page, phase in zip(made.pages, (Phase.BACKWARD, Phase.READY), strict=True):
+        page.place(0, phase)
+        page[Word.ENTERED_NS] = time.monotonic_ns() - 60 * 10**9
+    view = Watch(made.directory, made.settings).poll()
+    assert (view.goodput, view.still_s) == (None, 0.0), "a first step may take long"
+    for page in made.pages:
+        page[Word.STATE] += 21 << 8
+        page[Word.BUSY_NS] = 10**9
+    view = Watch(made.directory, made.settings).poll()
+    assert view.goodput is not None and view.goodput < 0.45 and view.still_s > 59
+    assert "stands still for 1 min" in " ".join(facts(view))
+    made.pages[1].place(21, Phase.SECTION)
+    assert Watch(made.directory, made.settings).poll().still_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("duration_s", "text"),
     [(0.31, "0.3 s"), (42.4, "42 s"), (59.7, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],

@@ -178,3 +178,27 @@ def test_devices_that_differ_in_nothing_blame_no_rank() -> None:
     assert inside.answer == "retry" and "devices of all 4 ranks are in collectives" in inside.reason
     two = blame([seen(r, devices=device(19, 17 if r % 2 else 16, 16)) for r in range(4)])
     assert two.answer == "retry" and "one of ranks 0, 2: its device has not begun" in two.reason
+
+
+def test_a_rank_that_has_left_its_loop_is_named_and_not_the_one_that_waits_for_it() -> None:
+    for gone in (seen(1, "ready:20:0", left=True), seen(1, "finished:20:0", left=True)):
+        verdict = blame([seen(0), gone])
+        assert (verdict.answer, verdict.ranks, verdict.confidence) == ("kill", (1,), "certain")
+        assert verdict.reason == (
+            "it has left its loop at step 20, the other is in backward of step 20, collective 3"
+        )
+
+    assert blame([seen(0, "commit:19:4"), seen(1, "ready:20:0", left=True)]).ranks == (0,), "it comes there"
+
+
+def test_a_rank_that_leaves_out_a_collective_is_named_and_one_that_makes_one_too_many_as_well() -> None:
+    made = CollectiveSeen("world.0", 7, "all_reduce of 4 float32", False)
+    waits = CollectiveSeen("world.0", 8, "all_reduce of 4 float32", True)
+    verdict = blame(
+        [seen(0, collectives=(made, waits)), seen(1, "vote:20:2", collectives=(made,), usual_sequence=2)]
+    )
+    assert (verdict.answer, verdict.ranks) == ("kill", (1,))
+    assert "left out collective #8 of group world.0 (all_reduce of 4 float32)" in verdict.reason
+    too_many = seen(0, "backward:20:5", collectives=(made, waits))
+    verdict = blame([too_many, seen(1, "vote:20:4", collectives=(made,))])
+    assert verdict.ranks == (0,), "the other has made as many as always"

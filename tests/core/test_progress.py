@@ -26,6 +26,7 @@ class World:
         self.phase = dict.fromkeys(range(ranks), Phase.FORWARD)
         self.still: set[int] = set()
         self.meets: set[int] = set()
+        self.left: set[int] = set()
         self.marks = dict.fromkeys(range(ranks), 0)
         self.section = ""
         self.due = False
@@ -50,6 +51,7 @@ class World:
             0.1,
             self.section,
             meets=rank in self.meets,
+            left=rank in self.left,
             done=self.step,
             due=self.due,
         )
@@ -434,3 +436,23 @@ def test_a_script_that_has_made_few_collectives_is_not_judged_by_them() -> None:
     script.train(3)
     script.still = script.waiting = {0, 1, 2}
     assert script.until(True) >= LIMITS.start_s
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.FINISHED])
+@pytest.mark.parametrize("steps", [0, 20])
+def test_a_rank_that_has_left_its_loop_gives_the_others_no_time(phase: Phase, steps: int) -> None:
+    """A first step has ten minutes, and a rank that waits for a word of all ranks 15 s: neither will ever come."""
+    world = World()
+    world.train(steps)
+    world.phase[1], world.left, world.meets = phase, {1}, {1}
+    world.stop()
+    assert world.until(True) <= 10 * STEP_S + 0.3
+
+
+def test_where_no_other_rank_is_in_a_block_one_that_has_left_its_loop_waits() -> None:
+    world = World()
+    world.train(20)
+    world.phase = dict.fromkeys(world.phase, Phase.READY)
+    world.left, world.meets = {0, 1, 2, 3}, {1, 2, 3}
+    world.stop()
+    assert world.until(True) >= LIMITS.idle_s

@@ -107,6 +107,8 @@ def facts(view: RunView) -> list[str]:
         found.append(kept(view))  # recoveries may have lost nothing, and the end much
     elif view.session and view.faults:
         found.append(f"{plural(view.steps_lost, 'step')} lost")
+    if view.still_s:
+        found.append(f"stands still for {span(view.still_s)}")
     if view.goodput is not None:
         found.append(f"goodput {100 * view.goodput:.1f} %")
     found.append(span(view.elapsed_s))

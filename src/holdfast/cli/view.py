@@ -92,8 +92,14 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
     return f"the same exception {len(steps)} times so far, at the steps {shown}" if len(steps) > 1 else ""
 
 
+INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
+OUTSIDE = frozenset({"ready", "finished"})  # a standstill where others are inside
+STILL_STEPS, STILL_S = 10, 10.0
+
+
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries;
+    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries and
+    standstills, None before the first step; ``still_s``: since when no rank has moved, 0 where that is no standstill;
     ``kept_step``: of the newest checkpoint, sealed in this run or found at its start; -1: there is none."""
 
     run_id: str
@@ -113,6 +119,7 @@ class RunView(msgspec.Struct):
     kept_step: int
     steps_per_s: float | None
     goodput: float | None
+    still_s: float
     created_at: float
     elapsed_s: float
     ranks: list[RankView]
@@ -354,6 +361,7 @@ class Watch:
         step = max([story.step, *(r.step for r in ranks)])
         now = story.ended_at or time.time()
         code = None if story.ended is None else int(story.ended["code"])
+        still_s = 0.0 if story.ended or story.recovering else _still_s(ranks)
         return RunView(
             run_id=settings.run_id,
             directory=str(self.directory.path),
@@ -371,7 +379,8 @@ class Watch:
             sealed_step=story.sealed_step,
             kept_step=max(story.sealed_step, story.found_step),
             steps_per_s=self._speed(step) if story.ended is None else None,
-            goodput=self._goodput(now),
+            goodput=self._goodput(now, step, still_s),
+            still_s=still_s,
             created_at=settings.created_at,
             elapsed_s=round(max(0.0, now - settings.created_at), 3),
             ranks=ranks,
@@ -413,6 +422,8 @@ class Watch:
 
     def _speed(self, step: int) -> float | None:
         now_s = time.monotonic()
+        if not self.story.session:
+            self._speeds.clear()  # at its resume it comes to its step from 0 within no time
         self._speeds.append((now_s, step))
         while len(self._speeds) > 2 and now_s - self._speeds[0][0] > SPEED_WINDOW_S:
             self._speeds.popleft()
@@ -421,11 +432,11 @@ class Watch:
             (to_step - from_step) / (to_s - from_s) if to_s - from_s > 1.0 and to_step > from_step else None
         )
 
-    def _goodput(self, now: float) -> float | None:
+    def _goodput(self, now: float, step: int, still_s: float) -> float | None:
         begun_s = now - self.settings.created_at
-        if begun_s <= 0 or not self.story.session:
+        if begun_s <= 0 or not self.story.session or step <= max(self.story.found_step, 0):
             return None
-        lost_s, until = 0.0, 0.0
+        lost_s, until = still_s, 0.0
         for fault in self.story.faults:  # in the order of detection; two may share one recovery
             end = now if fault.recovered_s is None else fault.at + fault.recovered_s
             lost_s += max(0.0, end - max(fault.at, until))
@@ -469,6 +480,17 @@ def _rank_view(page: Page) -> RankView:
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section() if phase is Phase.SECTION else "",
     )
+
+
+def _still_s(ranks: list[RankView]) -> float:
+    """For how long no rank in a session has moved: for longer than steps take. 0: they move, or may take that long."""
+    living = [r for r in ranks if r.alive]
+    busy_s = max((r.busy_s for r in living), default=0.0)
+    inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)
+    if not inside or not busy_s:
+        return 0.0
+    still_s = min(r.age_s for r in living)
+    return still_s if still_s > max(STILL_STEPS * busy_s, STILL_S) else 0.0
 
 
 def _age_s(page: Page) -> float:

@@ -35,6 +35,8 @@ PLACE: dict[str, float] = {
 """Position within a step; what may come between two steps in any order counts as one place."""
 OUT = frozenset({"aborted", "in_doubt", "torn", "finished", "left"})
 STOPPED = frozenset("Tt")
+LEAVING = frozenset({"ready", "save", "finished"})
+"""Phases of a rank whose session comes to its end."""
 
 
 class Blame(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +54,15 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
         return Blame(answer="wait", reason="every rank waits for the control plane")
-    found = _by_process(seen) or _by_collective(seen) or _by_place(seen) or _by_device(seen) or _by_work(seen)
+    found = (
+        _by_process(seen)
+        or _by_leaving(evidence)
+        or _by_collective(seen)
+        or _by_skipping(seen)
+        or _by_place(seen)
+        or _by_device(seen)
+        or _by_work(seen)
+    )
     if found is not None:
         return found
     if all(_computes(e) for e in seen):
@@ -108,6 +118,42 @@ def _state(one: RankEvidence, what: str) -> str:
         return f"its {'data loader' if one.phase == 'loading' else 'child'} process {one.child} is stopped"
     detail = f" ({one.wchan})" if one.wchan not in ("", "0") else ""
     return f"{what} (state {one.process}){detail}"
+
+
+def _by_leaving(evidence: Sequence[RankEvidence]) -> Blame | None:
+    """Ranks that have left their loops while others are in a block of the step that they stand at, or of a later one."""
+    inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
+    left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
+    if not left or 2 * len(left) > len(left) + len(inside):
+        return None
+    reason = f"it has left its loop at step {left[0].step}, {_others(len(inside), 'is', 'are')} in {where(inside[0])}"
+    return Blame(answer="kill", ranks=_ranks(left), confidence="certain", reason=reason)
+
+
+def _by_skipping(seen: Sequence[RankEvidence]) -> Blame | None:
+    """Ranks that are past the place where others wait in a usual collective of their group, and have not made it."""
+    for one in seen:
+        stuck = next((c for c in one.collectives if c.under_way and c.number), None)
+        if stuck is None or one.sequence > one.usual_sequence:
+            continue
+        past = [e for e in seen if _place(e) > _place(one) and e.sequence < one.sequence]
+        odd = [e for e in past if 0 < _made(e, stuck.group) < stuck.number]
+        if odd and 2 * len(odd) <= len(seen):
+            reason = (
+                f"it has left out collective #{stuck.number} of group {stuck.group} ({stuck.what}) and is in "
+                f"{where(odd[0])}, {_others(len(seen) - len(odd), 'waits', 'wait')} in {where(one)}"
+            )
+            return Blame(answer="kill", ranks=_ranks(odd), confidence="likely", reason=reason)
+    return None
+
+
+def _place(one: RankEvidence) -> tuple[int, float]:
+    return one.step, PLACE.get(one.phase, 0)
+
+
+def _made(one: RankEvidence, group: str) -> int:
+    """The newest collective of ``group`` that it has begun; 0: none is known."""
+    return max((c.number for c in one.collectives if c.group == group), default=0)
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> Blame | None:

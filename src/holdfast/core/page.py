@@ -87,6 +87,7 @@ class Flag(IntFlag):
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
     COMPILING = 2
     MEETS = 4  # waits between two steps for a word of all ranks
+    LEFT = 8  # its script has left its loops: the session comes to its end
 
 
 class TrapAction(IntEnum):

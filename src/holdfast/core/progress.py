@@ -73,6 +73,7 @@ class Reading(NamedTuple):
     compiling: bool = False
     due: bool = False  # it was told to go on in place, and its main thread has not come to it
     meets: bool = False  # it waits between two steps for a word of all ranks: nobody takes long to say it
+    left: bool = False  # its script has left its loops
     collectives: int = 0  # begun so far
     waits: bool = False  # one of them is under way
     stopped: bool = False  # its process does not run: whatever it was about to do takes no time
@@ -275,9 +276,19 @@ class Progress:
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
         # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
         most_s = max(10 * self.limits.floor_s, *frozen_s) if frozen_s else inf
+        parted = self._parted(holding)
         return bool(holding) and all(
-            w.idle_s >= min(s, most_s) for w, s in zip(holding, bounds_s, strict=True)
+            w.idle_s >= min(s, most_s, self._usual_s() if w in parted else inf)
+            for w, s in zip(holding, bounds_s, strict=True)
         )
+
+    def _parted(self, holding: Sequence[_Watch]) -> list[_Watch]:
+        """Where one has left its loop and others are in a block that it will not come to: these, and it. No step takes
+        long that never ends."""
+        left = [w.last.step for w in self._watches.values() if w.last.left]
+        if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
+            return []
+        return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
     def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
         last, watch.last = watch.last, reading

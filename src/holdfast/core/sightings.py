@@ -126,6 +126,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     stacks: str = ""  # file with all stacks, below the run directory
     records: str = ""  # file with the records of the framework, below the run directory
     child: int = 0  # a process that it has started, and that is stopped; 0: none
+    left: bool = False  # its script has left its loops
 
 
 class Evidence(Message, frozen=True):

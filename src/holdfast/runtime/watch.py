@@ -300,6 +300,7 @@ class Watcher:
             stacks=self._keep(place, seen.rank, finding),
             records=self._keep_records(place, seen.rank, finding),
             child=child,
+            left=seen.left,
         )
 
     def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
@@ -362,5 +363,6 @@ def read(page: Page) -> Reading:
         compiling=bool(flags & Flag.COMPILING),
         due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
         meets=bool(flags & Flag.MEETS),
+        left=bool(flags & Flag.LEFT),
         done=page[Word.DONE],
     )

@@ -17,7 +17,7 @@ from typing import Any, Self
 from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import Leave, SessionOpened
-from holdfast.core.page import Phase
+from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import (
     HoldfastError,
@@ -537,6 +537,7 @@ class Session(Repeating):
             self._turns.close()
             self._loops.require_all()
         self._loops.finish()
+        rank.flag(Flag.LEFT, True)
         self._behind.come_back()
         self._blocks.refuse_empty(excused=self._behind.exit_agreed)
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)
