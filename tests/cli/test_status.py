@@ -420,7 +420,7 @@ def test_goodput_counts_the_union(made: Made) -> None:
 
 
 def test_a_job_that_stands_loses_goodput_and_one_in_its_first_step_has_none(made: Made) -> None:
-    made.settings.created_at -= 90.0
+    made.settings = msgspec.structs.replace(made.settings, created_at=time.time() - 100.0)
     made.start(0, 1)
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     for page, phase in zip(made.pages, (Phase.BACKWARD, Phase.READY), strict=True):

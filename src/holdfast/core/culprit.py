@@ -121,7 +121,7 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> Blame | None:
-    """Ranks that have left their loops while others are in a block of the step that they stand at, or of a later one."""
+    """Ranks that have left their loops while others are in a block of the step where they stand, or of a later one."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):

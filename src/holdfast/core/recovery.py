@@ -138,16 +138,16 @@ class Recovery:
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault, *more: Fault) -> None:
-        """Something is broken for good, and ``more`` with it: joins the fence before the decision, else starts a new one.
+        """Something is broken for good, ``more`` with it: joins the fence before the decision, else starts a new one.
         A newcomer that dies before it has joined is no peer yet: another one takes its seat."""
         if self.phase in ("leaving", "waiting"):
             return
-        fault, *others = *missed(now, self.job, self.faults, fault), fault, *more
-        member = self.job.roster.get(MemberId(fault.member_id))
+        new = [*missed(now, self.job, self.faults, fault), fault, *more]
+        member = self.job.roster.get(MemberId((fault := new[0]).member_id))
         newcomer = member if member is not None and member.joining else None
         if newcomer is not None:
             self.replacement.lost += 1
-        for each in (fault, *others):
+        for each in new:
             self.faults.add(each, now)
             self.job.record("detected", **each.identity(), what=each.what, detected_s=now - each.at_s)
         if self.phase == "fencing":
