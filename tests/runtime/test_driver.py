@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -192,3 +193,17 @@ def test_a_broken_machine_executor_or_callback_is_a_failure(tmp_path: Path) -> N
         watched(work(), driver.fail)
 
     assert isinstance(run(tmp_path / "d", Script(), beside, explode), OSError)
+
+
+def test_a_connection_that_cannot_be_accepted_is_no_failure(tmp_path: Path) -> None:
+    """asyncio reports it where it reports defects: anything that connects often enough ended the daemon."""
+    said: list[str] = []
+
+    def full(driver: Driver) -> None:
+        loop = asyncio.get_running_loop()
+        error = OSError(errno.EMFILE, "Too many open files")
+        loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
+        said.append("on")
+        driver.start()
+
+    assert run(tmp_path / "log", Script([FINISH]), full, lambda command: None) is None and said == ["on"]

@@ -56,9 +56,10 @@ def test_a_stranger_that_drips_is_cut_at_the_deadline_of_the_handshake(
 
 
 def test_of_too_many_strangers_the_oldest_are_cut_and_friends_are_served(
-    at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(serving, "STRANGERS_MAX", 3)
+    at: tuple[str, int] = request.getfixturevalue("at")
     strangers = [socket.create_connection(at) for _ in range(5)]
     try:
         assert all(was_cut(stranger, BOUND_S) for stranger in strangers[:2])

@@ -24,9 +24,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
 from holdfast.runtime.addresses import family_of
 from holdfast.runtime.channel import tune
 from holdfast.runtime.client import Client
+from holdfast.runtime.guard import ACCEPT_AGAIN_S, BACKLOG, BURST, Strangers
 from holdfast.runtime.settings import RunSettings
 
 Vector = NDArray[Any]
@@ -46,6 +47,7 @@ MAGIC = b"HFMESH01"
 SHORT_SIZE_BYTES = 16 * 1024
 POLL_S = 0.5
 HANDSHAKE_S = 10.0
+DIALS_MAX = 5
 START_S = 120.0
 """How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
 START_VARIABLE = "HOLDFAST_START_S"
@@ -111,16 +113,14 @@ class Mesh:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
-        with socket.create_server(
-            (self._host, 0), family=family_of(self._host), backlog=self.world_size
-        ) as listener:
+        with socket.create_server((self._host, 0), family=family_of(self._host), backlog=BACKLOG) as listener:
             own = Place(self._host, int(listener.getsockname()[1]), key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
             for rank in range(self.rank):
                 self._peers[rank] = self._dial(rank, places[rank], generation, key)
-            while len(self._peers) < self.world_size - 1:
-                self._accept(listener, generation, key, places, deadline_s)
+            keys = {rank: place.key for rank, place in places.items()}
+            self._take_callers(listener, _Meeting(generation, self.rank, key, keys), deadline_s)
         for peer in self._peers.values():
             tune(peer)
             peer.setblocking(False)
@@ -153,49 +153,94 @@ class Mesh:
         return self._client
 
     def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._greet(rank, place, generation, key)
+            except ConnectionResetError as error:  # cut, with strangers that are too many there
+                if attempts == DIALS_MAX or self.poisoned:
+                    self._fail(self.reason or f"rank {rank} cannot be reached: {error}", GroupError)
+                time.sleep(ACCEPT_AGAIN_S)
+            except OSError as error:
+                self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
+
+    def _greet(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+        """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
         challenge = secrets.token_bytes(KEY_SIZE_BYTES)
+        sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
         try:
-            sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
             sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, challenge))
             proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
             if not hmac.compare_digest(proof, _proof(key, challenge, rank)):
                 raise ConnectionRefusedError("the answer does not prove that it is a member")
             sock.sendall(_proof(place.key, theirs, self.rank))
-        except OSError as error:
-            self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
+        except OSError:
+            sock.close()
+            raise
         return sock
 
-    def _accept(
+    def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
+        """Until all higher ranks are here; strangers are heard beside each other. Raises: GroupError."""
+        callers: dict[int, _Caller] = {}
+        strangers: Strangers[_Caller] = Strangers()
+        listener.setblocking(False)
+        try:
+            while missing := sorted(set(range(self.rank + 1, self.world_size)) - set(self._peers)):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.poisoned:
+                    self._fail(self.reason or f"ranks {missing} did not connect", GroupError)
+                self._hear(listener, callers, strangers, meeting, min(left_s, POLL_S))
+        finally:
+            for caller in callers.values():
+                caller.sock.close()
+
+    def _hear(
         self,
         listener: socket.socket,
-        generation: Generation,
-        key: bytes,
-        places: dict[int, Place],
-        deadline_s: float,
+        callers: dict[int, _Caller],
+        strangers: Strangers[_Caller],
+        meeting: _Meeting,
+        wait_s: float,
     ) -> None:
-        left_s = deadline_s - time.monotonic()
-        missing = sorted(set(range(self.world_size)) - set(self._peers) - {self.rank})
-        if left_s <= 0 or self.poisoned:
-            self._fail(self.reason or f"ranks {missing} did not connect", GroupError)
-        listener.settimeout(min(left_s, POLL_S))
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            return
-        sock.settimeout(HANDSHAKE_S)
-        try:
-            magic, packed, rank, challenge = _HELLO.unpack(_read(sock, _HELLO.size))
-            if magic != MAGIC or packed != generation.pack() or rank not in missing:
-                raise ConnectionRefusedError("not a member of this generation")
-            own = secrets.token_bytes(KEY_SIZE_BYTES)
-            sock.sendall(_ANSWER.pack(_proof(places[rank].key, challenge, self.rank), own))
-            if not hmac.compare_digest(_read(sock, KEY_SIZE_BYTES), _proof(key, own, rank)):
-                raise ConnectionRefusedError("it does not prove that it is a member")
-        except OSError:
+        """Whatever comes within ``wait_s``: members become peers, what is too slow, too many or wrong is closed."""
+
+        def drop(caller: _Caller) -> None:
             self.refused += 1
-            sock.close()
-            return
-        self._peers[rank] = sock
+            strangers.release(caller)
+            del callers[caller.sock.fileno()]
+            caller.sock.close()
+
+        poller = select.poll()
+        for fd in (listener.fileno(), *callers):
+            poller.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poller.poll(1000 * wait_s)]
+        # Before any is dropped: a new connection may get the number of one that is.
+        for caller in [callers[fd] for fd in ready if fd in callers]:
+            try:
+                rank = caller.hear(meeting, self._peers)
+            except OSError:
+                drop(caller)
+                continue
+            if rank is not None:
+                strangers.release(caller)
+                self._peers[rank] = callers.pop(caller.sock.fileno()).sock
+        for caller in [each for each in callers.values() if each.deadline_s < time.monotonic()]:
+            drop(caller)
+        if listener.fileno() in ready:
+            try:
+                for _ in range(BURST):
+                    caller = _Caller(listener.accept()[0])
+                    strangers.accepted()
+                    callers[caller.sock.fileno()] = caller
+                    for stranger in strangers.admit(caller, caller.sock.fileno()):
+                        drop(stranger)
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left, or the network refuses
+                for stranger in strangers.refused(error):
+                    drop(stranger)
+                time.sleep(ACCEPT_AGAIN_S)
 
     # ------------------------------------------------------------------ collectives
 
@@ -271,6 +316,49 @@ class Mesh:
         if first and kind is PeerLost:
             self.on_fault(reason)
         raise kind(reason)
+
+
+class _Meeting(NamedTuple):
+    """What a caller has to prove, and how this rank answers."""
+
+    generation: Generation
+    rank: int
+    key: bytes
+    keys: dict[int, bytes]  # of all ranks
+
+
+class _Caller:
+    """A connection that has not proved yet that it is a member."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.deadline_s = time.monotonic() + HANDSHAKE_S
+        self._rank: int | None = None
+        self._own = secrets.token_bytes(KEY_SIZE_BYTES)
+        self._data = b""
+
+    def hear(self, meeting: _Meeting, here: Container[int]) -> int | None:
+        """What has come; the rank when it is proved. Raises: OSError: closed, or no member that is missing."""
+        wanted_bytes = (_HELLO.size if self._rank is None else KEY_SIZE_BYTES) - len(self._data)
+        piece = self.sock.recv(wanted_bytes)
+        if not piece:
+            raise ConnectionResetError("closed during the handshake")
+        self._data += piece
+        if len(piece) < wanted_bytes:
+            return None
+        data, self._data = self._data, b""
+        if self._rank is None:
+            magic, packed, rank, challenge = _HELLO.unpack(data)
+            missing = meeting.rank < rank < len(meeting.keys) and rank not in here
+            if magic != MAGIC or packed != meeting.generation.pack() or not missing:
+                raise ConnectionRefusedError("not a member of this generation")
+            self.sock.sendall(_ANSWER.pack(_proof(meeting.keys[rank], challenge, meeting.rank), self._own))
+            self._rank = rank
+            return None
+        if self._rank in here or not hmac.compare_digest(data, _proof(meeting.key, self._own, self._rank)):
+            raise ConnectionRefusedError("it does not prove that it is a member")
+        return self._rank
 
 
 class _Flow:

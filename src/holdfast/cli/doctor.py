@@ -23,6 +23,7 @@ from holdfast.cli.find import find_run
 from holdfast.core.page import FILE_SIZE_BYTES
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.exits import Exit
+from holdfast.runtime.guard import LIMIT_MAX
 from holdfast.runtime.rundir import SHARED_MEMORY
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.torch_build import TESTED, all_restart, cannot_load, torch_build
@@ -190,9 +191,10 @@ def _shared_memory() -> Finding:
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} open files per process (at most {hard})"
-    if soft < FILES_LEAST:
-        return Finding("file limit", "poor", found, f"ulimit -n {min(FILES_LEAST, hard)}")
+    most = LIMIT_MAX if hard == resource.RLIM_INFINITY else hard
+    found = f"{most} open files per process of a run ({soft} here)"
+    if most < FILES_LEAST:
+        return Finding("file limit", "poor", found, f"raise the hard limit (ulimit -Hn) to {FILES_LEAST}")
     return Finding("file limit", "good", found)
 
 

@@ -10,6 +10,7 @@ from holdfast.compat.dump import After, Controller, Event, FromRank, Here, Log, 
 from holdfast.compat.line import LINES, Message, drop_token
 from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
+from holdfast.runtime.guard import raise_limit
 from holdfast.runtime.rundir import read_token
 
 EMPTY_S = 300.0  # nobody came within this
@@ -94,6 +95,7 @@ async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) 
 
 def main(host: str, port: str, world_size: str, token_file: str, log: str) -> int:
     """Arguments as strings, from the command line."""
+    raise_limit()
     path = Path(token_file)
     secret = read_token(path)
     try:

@@ -56,6 +56,7 @@ from holdfast.runtime.council import Council, load_kept
 from holdfast.runtime.death import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.evidence import sample
+from holdfast.runtime.guard import raise_limit
 from holdfast.runtime.interfaces import with_interfaces
 from holdfast.runtime.keys import Keys
 from holdfast.runtime.kv import KvServer
@@ -575,6 +576,7 @@ def main(run_dir: str) -> int:
     async def serve() -> int:
         return await AgentDaemon.open(run).serve()
 
+    raise_limit()
     run = RunDir(Path(run_dir))
     lock_agent(run)
     run.hold_pages()

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
+from holdfast.runtime.guard import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers
 from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
 
-HANDSHAKE_TIMEOUT_S = 10.0
 USER_TIMEOUT_MS = 5_000
 THIN_LINEAR_TIMEOUTS = (
     16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
@@ -62,6 +62,7 @@ class Hub(Generic[M]):
         self.on_close = on_close
         self.refused: Counter[str] = Counter()
         self.channels: set[Channel[M]] = set()
+        self.strangers: Strangers[Channel[M]] = Strangers()
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> tuple[asyncio.Server, int]:
         """Serve on a port, by default a free one; returns the server and the port.
@@ -70,7 +71,10 @@ class Hub(Generic[M]):
             OSError: the address is not one of this machine, or the port is taken.
         """
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Channel(self, role=None), host, port)
+        server = await loop.create_server(lambda: Channel(self, role=None), host, port, backlog=BURST)
+        for each in server.sockets:
+            with socket.socket(fileno=os.dup(each.fileno())) as listener:
+                listener.listen(BACKLOG)
         return server, int(server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float) -> None:
@@ -185,9 +189,19 @@ class Channel(asyncio.Protocol, Generic[M]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        tune(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        if self._role is None:
+            for stranger in self.hub.strangers.admit(self, sock.fileno()):
+                stranger.cut("crowd")
+            if transport.is_closing():
+                return
+        try:
+            tune(sock)
+        except OSError:  # it is gone already
+            self.abort()
+            return
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self._too_slow)
+        self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self.cut, "slow greeting")
         transport.write(self._link.take_output())
 
     def data_received(self, data: bytes) -> None:
@@ -207,6 +221,7 @@ class Channel(asyncio.Protocol, Generic[M]):
             self.hub.on_message(self, message)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.hub.strangers.release(self)
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport = None
@@ -219,15 +234,16 @@ class Channel(asyncio.Protocol, Generic[M]):
     def _opened(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
+        self.hub.strangers.release(self)
         self.hub.channels.add(self)
         if not self.ready.done():
             self.ready.set_result(None)
         self.hub.on_open(self)
 
-    def _too_slow(self) -> None:
-        self.hub.refused["slow greeting"] += 1
-        if self._transport is not None:
-            self._transport.abort()
+    def cut(self, why: str) -> None:
+        """Close it now, and count it as refused."""
+        self.hub.refused[why] += 1
+        self.abort()
 
     def _fail(self, error: Exception) -> None:
         # Only a client's connect() waits for ``ready``; an unread exception there would be a warning.

@@ -46,6 +46,7 @@ from holdfast.journal import Event, Journal, Said
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.council import line_of, load_kept
 from holdfast.runtime.driver import Driver, watched
+from holdfast.runtime.guard import raise_limit
 from holdfast.runtime.pids import ignore_warnings
 from holdfast.runtime.rundir import RunDir, probe_path
 from holdfast.runtime.settings import RunSettings
@@ -351,6 +352,7 @@ class ControllerDaemon:
 def main(run_dir: str, term: str, alone: bool) -> int:
     """Run one controller."""
     ignore_warnings()
+    raise_limit()
 
     async def serve() -> None:
         run = RunDir(Path(run_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -11,6 +12,9 @@ from typing import Any, Protocol
 from holdfast.core.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
 from holdfast.errors import InternalError
 from holdfast.journal import Log
+from holdfast.runtime.guard import is_accept
+
+log = logging.getLogger("holdfast")
 
 
 def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> asyncio.Task[None]:
@@ -99,9 +103,15 @@ class Driver:
         self.close()
 
     def guard_loop(self) -> None:
-        """Let an exception in any callback of the event loop be a failure, instead of a line in a log."""
+        """Let an exception in any callback of the event loop be a failure, instead of a line in a log.
+
+        But a connection that cannot be accepted, which any stranger can bring about.
+        """
 
         def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if is_accept(context):
+                log.warning("holdfast: cannot take a connection, trying on: %s", context["exception"])
+                return
             loop.default_exception_handler(context)
             self.fail(context.get("exception") or InternalError(str(context["message"])))
 

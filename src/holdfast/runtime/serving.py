@@ -6,7 +6,6 @@ Large data follows an answer on the line as it lies in memory: no frame, no copy
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -18,14 +17,12 @@ from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.addresses import family_of
-from holdfast.runtime.channel import HANDSHAKE_TIMEOUT_S, RECEIVE_SIZE_BYTES, tune
+from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, tune
+from holdfast.runtime.guard import ACCEPT_AGAIN_S, BACKLOG, HANDSHAKE_TIMEOUT_S, Strangers
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
-log = logging.getLogger("holdfast")
-
 TIMEOUT_S = 30.0
-STRANGERS_MAX = 256  # lines that have not shown the token yet; one more, and the oldest is cut
-ACCEPT_AGAIN_S = 0.1
+STRANGERS_MAX = 256  # each has a thread
 M = TypeVar("M")
 
 
@@ -44,7 +41,7 @@ class AnswerServer(ABC, Generic[M]):
         self._closing = threading.Event()
         self._lines_lock = threading.Lock()
         self._lines: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._strangers: Strangers[socket.socket] = Strangers(STRANGERS_MAX)
 
     @abstractmethod
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
@@ -52,7 +49,7 @@ class AnswerServer(ABC, Generic[M]):
 
     def start(self, host: str) -> int:
         """Listen on ``host``; returns the port."""
-        self._listener = socket.create_server((host, 0), family=family_of(host))
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
         threading.Thread(
             target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
         ).start()
@@ -68,28 +65,23 @@ class AnswerServer(ABC, Generic[M]):
                 _shut(sock)
 
     def _accept(self, listener: socket.socket) -> None:
-        told = False
         while not self._closing.is_set():
             try:
                 self._admit(listener.accept()[0])
-                told = False
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # no descriptor or no thread left, or whoever asked is gone
-                if not told and not self._closing.is_set():
-                    log.warning("holdfast: cannot take a connection, trying on: %s", error)
-                told = True
+                self._strangers.accepted()
+            except (OSError, RuntimeError) as error:  # no descriptor or thread left, or the asker is gone
+                if not self._closing.is_set():
+                    for stranger in self._strangers.refused(error):
+                        self._drop(stranger)
                 self._closing.wait(ACCEPT_AGAIN_S)
 
     def _admit(self, sock: socket.socket) -> None:
         with self._lines_lock:
             self._lines.add(sock)
-            self._strangers[sock] = None
-            crowded = len(self._strangers) > STRANGERS_MAX
-            oldest = next(iter(self._strangers)) if crowded else None
-        if oldest is not None:
-            self._drop(oldest)
+        for stranger in self._strangers.admit(sock, sock.fileno()):
+            self._drop(stranger)
+            if stranger is sock:
+                return
         try:
             threading.Thread(target=self._serve, args=(sock,), name="holdfast-serve", daemon=True).start()
         except RuntimeError:
@@ -101,7 +93,7 @@ class AnswerServer(ABC, Generic[M]):
     def _drop(self, sock: socket.socket) -> None:
         with self._lines_lock:
             self._lines.discard(sock)
-            self._strangers.pop(sock, None)
+        self._strangers.release(sock)
         _shut(sock)
 
     def _serve(self, sock: socket.socket) -> None:
@@ -134,8 +126,7 @@ class AnswerServer(ABC, Generic[M]):
     def _patience_s(self, sock: socket.socket, link: Link[M], deadline_s: float) -> float:
         """How long the next bytes may take: all of the handshake has one deadline, however a stranger drips."""
         if link.open:
-            with self._lines_lock:
-                self._strangers.pop(sock, None)
+            self._strangers.release(sock)
             return TIMEOUT_S
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:

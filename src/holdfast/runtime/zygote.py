@@ -31,6 +31,7 @@ from holdfast.runtime.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
 from holdfast.runtime.early import early_variable, sources
 from holdfast.runtime.environment import versions
 from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
+from holdfast.runtime.guard import ACCEPT_AGAIN_S, BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers, raise_limit
 from holdfast.runtime.pids import heed_warnings, ignore_warnings
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
@@ -58,6 +59,7 @@ class _Peer:
 
     def __init__(self, sock: socket.socket, token: bytes, refused: Counter[str]) -> None:
         self.sock = sock
+        self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.link: Link[ZygoteMessage] = Link(
             ZYGOTE_MESSAGES, token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=refused
         )
@@ -89,6 +91,8 @@ class Zygote:
         self._preloaded = preloaded
         self._listener = listener
         self._peers: dict[int, _Peer] = {}
+        self._strangers: Strangers[_Peer] = Strangers()
+        self._accepts_at_s = 0.0
         self._agent: _Peer | None = None
         self._living: dict[int, Spawned] = {}  # by pid
         self._ended: list[Exited] = []
@@ -104,18 +108,23 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ignore_warnings()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._listener.setblocking(False)
         self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
         while not self._over():
+            deaf = time.monotonic() < self._accepts_at_s
             poller = select.poll()
-            for fd in (self._listener.fileno(), self._wake, *self._peers):
+            for fd in (*(() if deaf else (self._listener.fileno(),)), self._wake, *self._peers):
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll(1000):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd == self._wake:
-                    self._drain()
-                elif fd in self._peers and (spawn := self._read(self._peers[fd])) is not None:
+            found = [fd for fd, _ in poller.poll(1000 * ACCEPT_AGAIN_S if deaf else 1000)]
+            # Before any is dropped: a new connection may get the number of one that is.
+            for peer in [self._peers[fd] for fd in found if fd in self._peers]:
+                if peer.sock.fileno() >= 0 and (spawn := self._read(peer)) is not None:
                     return spawn
+            if self._wake in found:
+                self._drain()
+            if self._listener.fileno() in found:
+                self._accept()
+            self._cut_slow()
             self._reap()
         self._run.remove_endpoint("zygote")
         return None
@@ -126,12 +135,34 @@ class Zygote:
         return self._quit or time.monotonic() - self._lonely_since > LONELY_S
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
-        tune(sock)
-        sock.settimeout(SEND_TIMEOUT_S)
+        """Take those that wait, a few at once: agents are heard between them."""
+        try:
+            for _ in range(BURST):
+                self._greet(self._listener.accept()[0])
+                self._strangers.accepted()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor is left, or the network refuses
+            self._accepts_at_s = time.monotonic() + ACCEPT_AGAIN_S
+            for stranger in self._strangers.refused(error):
+                self._drop(stranger)
+
+    def _greet(self, sock: socket.socket) -> None:
         peer = _Peer(sock, self._token, self._refused)
         self._peers[sock.fileno()] = peer
-        self._try(peer, peer.flush)
+        for stranger in self._strangers.admit(peer, sock.fileno()):
+            self._drop(stranger)
+        if peer in self._peers.values():
+            sock.settimeout(SEND_TIMEOUT_S)
+            self._try(peer, lambda: tune(sock))
+            self._try(peer, peer.flush)
+
+    def _cut_slow(self) -> None:
+        """Of the handshake all has one deadline, however a stranger drips."""
+        now_s = time.monotonic()
+        for peer in [peer for peer in self._peers.values() if not peer.link.open and peer.deadline_s < now_s]:
+            self._refused["slow greeting"] += 1
+            self._drop(peer)
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -146,6 +177,7 @@ class Zygote:
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.pop(peer.sock.fileno(), None)
+        self._strangers.release(peer)
         peer.sock.close()
         if self._agent is peer:
             self._agent = None
@@ -159,6 +191,7 @@ class Zygote:
             self._drop(peer)
             return None
         if peer.link.open and not was_open:
+            self._strangers.release(peer)
             self._welcome(peer)
         for message in messages:
             if isinstance(message, Quit):
@@ -310,11 +343,13 @@ def _early(settings: RunSettings) -> str:
 
 def main(run_dir: str) -> int:
     """Run the zygote of ``run_dir``; in a forked child, its worker."""
+    raise_limit()
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
     early = _early(settings)
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
-    spawn = Zygote(run, run.token(), preloaded, socket.create_server(("127.0.0.1", 0))).serve()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    spawn = Zygote(run, run.token(), preloaded, listener).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
         sys.stdout.flush()

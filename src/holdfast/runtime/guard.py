@@ -1,0 +1,95 @@
+"""What a listener does about strangers: connections that have not shown the secret yet.
+
+Anything that reaches a port can open connections to it without a word. Theory: a stranger may cost one descriptor for
+``HANDSHAKE_TIMEOUT_S`` at most, strangers together never more than a share of what the process may open, and the last
+``RESERVE`` descriptors belong to the process's own work. Who is too many is the oldest one: a member shows the
+secret within milliseconds. A connection that cannot be accepted is a line in the log and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+log = logging.getLogger("holdfast")
+
+HANDSHAKE_TIMEOUT_S = 10.0
+STRANGERS_MAX = 1024
+SHARE = 8
+"""The strangers of one listener have at most this part of all descriptors."""
+RESERVE = 32
+LIMIT_MAX = 1 << 20
+"""Descriptors that are asked for where there is no hard limit: programs exist that close every possible one."""
+BURST = 16
+"""Connections that are taken at once, before those that are too many are cut."""
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are taken."""
+ACCEPT_AGAIN_S = 0.1
+
+S = TypeVar("S", bound=Hashable)
+
+
+def raise_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, LIMIT_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def is_accept(context: dict[str, Any]) -> bool:
+    """An event loop reports a connection that it could not accept: no descriptor is left, or the network refuses."""
+    return isinstance(context.get("exception"), OSError) and "accept" in str(context.get("message"))
+
+
+class Strangers(Generic[S]):
+    """The strangers of one listener, oldest first. Any thread may call.
+
+    Args:
+        most: so many are borne at most, where the process may open enough files.
+    """
+
+    def __init__(self, most: int = STRANGERS_MAX) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._here: dict[S, None] = {}
+        self._told = False
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def admit(self, stranger: S, fd: int) -> list[S]:
+        """One more, with this descriptor; returns those that are too many now: the caller closes them."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = LIMIT_MAX if limit == resource.RLIM_INFINITY else limit
+        with self._lock:
+            self._here[stranger] = None
+            surplus = len(self._here) - max(1, min(self._most, limit // SHARE))
+            if fd >= limit - RESERVE:  # the kernel gives the lowest number: all below it are in use
+                surplus = max(surplus, 1 + len(self._here) // 2)
+            return [self._pop() for _ in range(surplus)]
+
+    def release(self, stranger: S) -> None:
+        """It has shown the secret, or is gone."""
+        with self._lock:
+            self._here.pop(stranger, None)
+
+    def refused(self, error: BaseException) -> list[S]:
+        """A connection could not be accepted: a line in the log, once; returns strangers that the caller closes."""
+        with self._lock:
+            if not self._told:
+                log.warning("holdfast: cannot take a connection, trying on: %s", error)
+            self._told = True
+            return [self._pop() for _ in range((1 + len(self._here)) // 2)]
+
+    def accepted(self) -> None:
+        """Connections are taken again."""
+        self._told = False
+
+    def _pop(self) -> S:
+        oldest = next(iter(self._here))
+        del self._here[oldest]
+        return oldest

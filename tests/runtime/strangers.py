@@ -1,0 +1,60 @@
+"""Connections of strangers: silent, dripping and half closed."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+
+COUNT = 400
+LIMIT = 256
+"""Descriptors of a process among so many strangers."""
+
+
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """This process may open as many files as its hard limit allows."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Crowd:
+    """``COUNT`` strangers at each of some ports; use it as a context manager."""
+
+    def __init__(self, *ports: int) -> None:
+        self._ports = ports
+        self._all: list[socket.socket] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Crowd:
+        with self._stack:
+            for port in self._ports:
+                for number in range(COUNT):
+                    self._all.append(
+                        self._stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+                    )
+                    self._all[-1].setblocking(False)
+                    self._act(number)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def _act(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it was cut
+            if number % 3 == 1:
+                self._all[-1].send(b"\0")
+            elif number % 3 == 2:
+                self._all[-1].shutdown(socket.SHUT_WR)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def drip(self) -> None:
+        """One more byte of each that drips."""
+        for sock in self._all[1::3]:
+            with contextlib.suppress(OSError):
+                sock.send(b"\0")
