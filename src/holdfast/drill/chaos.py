@@ -35,7 +35,6 @@ from holdfast.drill.watch import Run, Seen
 from holdfast.exits import Exit
 from holdfast.runtime.pids import alive, kill_if, stopped
 from holdfast.runtime.rundir import RunDir, open_log
-from holdfast.runtime.settings import RunSettings
 from holdfast.wording import plural
 
 SAVE_EVERY = 50
@@ -130,9 +129,10 @@ class Chaos:
         """Of a training that has ended: of what its ranks tell, else of its final checkpoint."""
         if self._exercise.results:
             return digest_of_results(self.results, self.nproc, STATE)
-        ended = self._run.all_of("run_ended")
-        run = RunSettings.load(self._run.directory).saves_as
-        return digest_of_checkpoint(self.base / "checkpoints", run, int(ended[-1].data["step"]))
+        step = int(self._run.all_of("run_ended")[-1].data["step"])
+        return digest_of_checkpoint(
+            self.base / "checkpoints", None, step
+        )  # the last start may have had nothing to do
 
     def _start(self) -> None:
         self._starts += 1

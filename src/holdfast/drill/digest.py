@@ -44,11 +44,11 @@ def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
     return COMPARED
 
 
-def digest_of_checkpoint(root: Path, run: str, step: int) -> str:
+def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
     """Digest over names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
 
     Args:
-        run: its ``RunSettings.saves_as``.
+        run: its ``RunSettings.saves_as``; None: of whatever run.
 
     Raises:
         NothingToResume: there is none.
