@@ -76,7 +76,7 @@ def decode_line(line: bytes) -> Event:
         raise ProtocolError("the checksum of a line of the event log is wrong")
     try:
         event = msgspec.json.decode(body + b"}", type=Event)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"a line of the event log has a wrong form: {error}") from error
     if event.v != SCHEMA_VERSION:
         raise ProtocolError(f"the event log has schema version {event.v}, not {SCHEMA_VERSION}")

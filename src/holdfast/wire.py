@@ -149,7 +149,7 @@ class Codec(Generic[M]):
         """
         try:
             return self._decoder.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"a frame of {len(payload)} bytes is no known message: {error}") from error
 
 

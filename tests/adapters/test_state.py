@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.adapters import values
 from holdfast.adapters.torch.boxes import DTYPES, byte_view, parts_of
 from holdfast.adapters.torch.naming import names_of
 from holdfast.adapters.torch.optim import Undo, named_optimizers
@@ -298,3 +299,14 @@ def test_values_that_the_store_does_not_know() -> None:
     loop.append(loop)
     with pytest.raises(StateError, match="contain itself"):
         split(loop, "x")
+
+
+def test_few_lists_that_hold_more_than_any_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further level of shared lists took ten times as long: a file of some hundred bytes never ended."""
+    monkeypatch.setattr(values, "NODES_MAX", 2_000)
+    value: object = 0
+    for _ in range(64):
+        value = [value] * 10
+    with pytest.raises(StateError, match="more than 2000 values"):
+        split(value, "state")
+    assert split([0] * 1_999, "state") == [0] * 1_999

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from holdfast.runtime.guard import RESERVE, Strangers, is_accept, raise_limit
 from holdfast.runtime.handover import fetch
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Preloaded
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, frame
 from tests.runtime.runs import BOUND_S, SOURCE, Run, until
 from tests.runtime.strangers import LIMIT, Crowd, many_files
 from tests.runtime.test_handover import TOKEN, VALUES
@@ -87,7 +88,7 @@ def own_work():
 HUB = """
 import asyncio
 from holdfast.runtime.channel import Hub
-from holdfast.wire import MESSAGES
+from holdfast.wire import MESSAGES, frame
 async def main():
     hub = Hub(MESSAGES, TOKEN, on_open=lambda c: None, on_message=lambda c, m: c.send(m), on_close=lambda c: None)
     server, port = await hub.listen()
@@ -192,6 +193,25 @@ def befriend(code: str, port: int) -> None:
             assert isinstance(line.receive(BOUND_S), Preloaded)
     else:
         assert fetch({0: ("127.0.0.1", port)}, [], TOKEN) == VALUES
+
+
+@pytest.mark.processes
+def test_one_frame_of_a_stranger_does_not_end_the_zygote(tmp_path: Path) -> None:
+    """Lists in lists in a frame of the handshake, one kilobyte of them, were an error that nothing caught."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    deep = frame(b"\x81\xa2zz" + b"\x91" * 1_010 + b"\xc0")
+    try:
+        with child(ZYGOTE, run.path) as (port, process):
+            with socket.create_connection(("127.0.0.1", port), BOUND_S) as stranger:
+                stranger.sendall(deep)
+                with suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+            befriend(ZYGOTE, port)
+            assert process.poll() is None
+    finally:
+        run.remove_pages()
 
 
 @pytest.mark.processes

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
+from holdfast.core.council import Peer, PeerHello, PeerMessage, PeerRefused
+from holdfast.core.ids import NodeId
 from holdfast.journal import Journal
-from holdfast.runtime.peers import Peers
+from holdfast.release import VERSION
+from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from tests.runtime.runs import BOUND_S
+
+
+def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> None:
+    """It was taken from any peer, and became a part of paths and of keys of buckets."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    settings = RunSettings(run_id="t", target="x", nnodes=2, nnodes_max=2, bind="127.0.0.1")
+
+    async def scenario() -> PeerMessage:
+        log = Journal.open(run.journal, "test")
+        peers = Peers(
+            run, settings, log, on_message=print, on_here=print, on_refused=print, fail=print
+        )  # fmt: skip
+        me = await peers.listen()
+        try:
+            return await asyncio.to_thread(introduced, me)
+        finally:
+            await peers.end()
+            log.close()
+
+    def introduced(to: Peer) -> PeerMessage:
+        line = BlockingChannel.connect(PEER_MESSAGES, to.host, to.port, run.token(), "peer")
+        with closing(line):
+            line.receive(BOUND_S)
+            peer = Peer(NodeId("node1"), "elsewhere", "127.0.0.1", 1, 0)
+            hello = PeerHello(
+                peer=peer, job="../../home", nodes=2, slots=settings.counts, known=(), holdfast=VERSION
+            )
+            line.send(hello)
+            return line.receive(BOUND_S)
+
+    answer = asyncio.run(scenario())
+    run.remove_pages()
+    assert isinstance(answer, PeerRefused)
+    assert answer.reason == "node1 says that the job is '../../home', which is no name of a run"
 
 
 def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None:

@@ -129,3 +129,15 @@ def test_frames_survive_any_cut(payloads: list[bytes], cut: int) -> None:
         while (payload := reader.next()) is not None:
             seen.append(payload)
     assert seen == payloads
+
+
+@pytest.mark.parametrize("depth", [100, 1_000, 100_000])
+def test_a_frame_that_is_nested_deeply_is_no_message(depth: int) -> None:
+    """An unknown field of lists in lists was a RecursionError, which ended agent and zygote, without a token."""
+    body = b"\x81\xa2zz" + b"\x91" * depth + b"\xc0"
+    with pytest.raises(ProtocolError, match="no known message"):
+        MESSAGES.decode(body)
+    if len(body) <= GREETING_SIZE_BYTES_MAX:
+        server = Link(MESSAGES, TOKEN, bytes(32), role=None, refused=Counter())
+        with pytest.raises(ProtocolError):
+            server.receive(frame(body))

@@ -109,3 +109,16 @@ def test_long_integers_come_back(value: int) -> None:
 def test_longer_integers_are_refused_when_they_are_saved(value: int) -> None:
     with pytest.raises(StateError, match=r"values\['n'\] is an integer of more than 4000 digits"):
         encode_values({"n": value})
+
+
+@pytest.mark.parametrize("opened", [b"[", b'{"a":', b'{"$tuple":[', b'{"$map":[[1,'])
+def test_the_depth_that_is_read_is_the_depth_that_is_written(opened: bytes) -> None:
+    """Deeper values were read, and ended in a RecursionError where they were put together."""
+    shut = opened.translate(bytes.maketrans(b"[{", b"]}"), b'"a:$tuplemap1,')[::-1]
+    for depth in (63, 64):
+        value = decode_values(opened * depth + b"0" + shut * depth)
+        assert decode_values(encode_values(value)) == value
+    for depth in (65, 66, 300, 600):
+        with pytest.raises(CheckpointInvalid, match=r"values: .*(deeper than 64|recursion)"):
+            decode_values(opened * depth + b"0" + shut * depth)
+    assert decode_values(b"[" + b"[]," * 1000 + b"[]]") == [[]] * 1001

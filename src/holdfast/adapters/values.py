@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.values import VALUES_SIZE_BYTES_MAX
 
 Plain = Any
 """A tree of None, bool, int, float, str, bytes, list, tuple, dict and Counter."""
@@ -25,6 +26,8 @@ Fetch = Callable[[Plain], Any]
 
 MARK = "@"
 DEPTH_MAX = 64
+NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
+"""Each takes two bytes of JSON at least."""
 
 
 def no_leaf(value: Any, path: str) -> Plain:
@@ -32,47 +35,64 @@ def no_leaf(value: Any, path: str) -> Plain:
     return None
 
 
-def split(value: Any, path: str, leaf: Leaf = no_leaf, depth: int = 0) -> Plain:
+def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
     """``value`` without its tensors; ``path`` is its key path in errors and for ``leaf``.
 
     Raises:
         StateError: an object that cannot be saved, named by key path and type.
     """
-    if depth > DEPTH_MAX:
-        raise StateError(f"{path}: nested deeper than {DEPTH_MAX} levels (does it contain itself?)")
-    stands_for = leaf(value, path)
-    if stands_for is not None:
-        return {MARK: "tensor", "v": stands_for}
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes, np.float64):
-        return value
-    if (
-        isinstance(value, np.generic) and value.dtype.kind != "V"
-    ):  # fields, or another library's: bytes do not tell
-        return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
+    return _Splitter(leaf).split(value, path, 0)
 
-    def each(values: Any) -> list[Plain]:
-        return [split(item, f"{path}.{index}", leaf, depth + 1) for index, item in enumerate(values)]
 
-    if kind in (dict, OrderedDict, Counter):
-        if MARK in value:
-            raise StateError(f"{path}: the key {MARK!r} is reserved", hint="give it another key")
-        made = {key: split(item, f"{path}.{key}", leaf, depth + 1) for key, item in value.items()}
-        return Counter(made) if kind is Counter else made
-    if kind is list:
-        return each(value)
-    # A tuple subclass with named fields would not come back as itself; torch.Size is a plain tuple to all uses.
-    if isinstance(value, tuple) and (kind is tuple or kind.__name__ == "Size"):
-        return tuple(each(value))
-    if kind in (set, frozenset):
-        return {MARK: kind.__name__, "v": each(sorted(value, key=repr))}
-    if kind is deque:
-        return {MARK: "deque", "max": value.maxlen, "v": each(value)}
-    raise StateError(
-        f"{path}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved",
-        hint="offer tensors, numbers, text, lists and dictionaries, or give the object state_dict() and "
-        "load_state_dict() that use only these",
-    )
+class _Splitter:
+    """One walk, counted: a list that is there twice is walked twice, so a few may hold more than any memory."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._left = NODES_MAX
+
+    def split(self, value: Any, path: str, depth: int) -> Plain:
+        if depth > DEPTH_MAX:
+            raise StateError(f"{path}: nested deeper than {DEPTH_MAX} levels (does it contain itself?)")
+        self._left -= 1
+        if self._left < 0:
+            raise StateError(f"{path}: more than {NODES_MAX} values", hint="keep large state in tensors")
+        stands_for = self._leaf(value, path)
+        if stands_for is not None:
+            return {MARK: "tensor", "v": stands_for}
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str, bytes, np.float64):
+            return value
+        if (
+            isinstance(value, np.generic) and value.dtype.kind != "V"
+        ):  # fields, or another library's: bytes do not tell
+            return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
+        return self._container(value, path, depth + 1)
+
+    def _container(self, value: Any, path: str, depth: int) -> Plain:
+        kind = type(value)
+        if kind in (dict, OrderedDict, Counter):
+            if MARK in value:
+                raise StateError(f"{path}: the key {MARK!r} is reserved", hint="give it another key")
+            made = {key: self.split(item, f"{path}.{key}", depth) for key, item in value.items()}
+            return Counter(made) if kind is Counter else made
+        if kind is list:
+            return self._each(value, path, depth)
+        # A tuple subclass with named fields would not come back as itself; torch.Size is a plain tuple to all uses.
+        if isinstance(value, tuple) and (kind is tuple or kind.__name__ == "Size"):
+            return tuple(self._each(value, path, depth))
+        if kind in (set, frozenset):
+            return {MARK: kind.__name__, "v": self._each(sorted(value, key=repr), path, depth)}
+        if kind is deque:
+            return {MARK: "deque", "max": value.maxlen, "v": self._each(value, path, depth)}
+        raise StateError(
+            f"{path}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved",
+            hint="offer tensors, numbers, text, lists and dictionaries, or give the object state_dict() and "
+            "load_state_dict() that use only these",
+        )
+
+    def _each(self, values: Any, path: str, depth: int) -> list[Plain]:
+        return [self.split(item, f"{path}.{index}", depth) for index, item in enumerate(values)]
 
 
 def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:

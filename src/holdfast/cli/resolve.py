@@ -22,7 +22,7 @@ from holdfast.cli.flags import BY_KEY, FLAGS
 from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_counts, read_nodes, read_secret, shrink_to
 from holdfast.cli.placing import place
 from holdfast.cli.untested import heed_torch
-from holdfast.core.ids import RUN_ID_PATTERN
+from holdfast.core.ids import is_run_id
 from holdfast.core.ladder import Ladder
 from holdfast.core.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
@@ -306,7 +306,7 @@ def _run_id(asked: str | None, script: str) -> str:
     if asked is None:
         slug = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:24] or "run"
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{secrets.token_hex(2)}"
-    if re.fullmatch(RUN_ID_PATTERN, asked) is None:
+    if not is_run_id(asked):
         raise UsageError(
             f"--run-id {asked!r} is no name of a run: lower-case letters, digits and -, at most 64, not first a -",
             hint="for example --run-id bert-large-2",

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from typing import NewType
 
 import msgspec
@@ -27,6 +28,11 @@ STEP_DIGITS_MAX = 15
 STEP_MAX = 10**STEP_DIGITS_MAX - 1
 RUN_ID_LENGTH_MAX = 64
 RUN_ID_PATTERN = rf"[a-z0-9][a-z0-9-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
+
+
+def is_run_id(name: str) -> bool:
+    """``name`` may be that of a run, or of a job: a part of paths, and of the names of checkpoints."""
+    return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
 class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.core.council import VERSION_LENGTH_MAX, Peer, PeerHello, PeerList, PeerMessage, PeerRefused
-from holdfast.core.ids import NodeId
+from holdfast.core.ids import RUN_ID_LENGTH_MAX, NodeId, is_run_id
 from holdfast.core.membership import node_order
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.journal import Log
@@ -227,6 +227,9 @@ class Peers:
         elif node_id is None:
             channel.close()
         elif isinstance(message, PeerList):
+            if message.job and not is_run_id(message.job):
+                channel.close()  # it would be part of paths
+                return
             self._learn(message.job, message.known)
         else:
             self._on_message(node_id, message)
@@ -293,6 +296,8 @@ class Peers:
                 "\n  next: the same --nnodes and --nproc-per-node on every host; where they differ in size the list "
                 "of all, --nproc-per-node 8,4"
             )
+        if hello.job and not is_run_id(hello.job):
+            return f"{peer.node_id} says that the job is {hello.job[:RUN_ID_LENGTH_MAX]!r}, which is no name of a run"
         if self.job and hello.job and self.job != hello.job:
             return (
                 f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"

@@ -251,7 +251,7 @@ class RunDir:
         """Where ``name`` listens; None when it never said, or said nonsense."""
         try:
             return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return None
 
     def serving(self, name: str) -> int:

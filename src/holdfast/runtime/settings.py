@@ -181,5 +181,5 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{run_dir} is no run directory: it has no {SETTINGS_FILE}",
                 hint="give the directory that holdfast run printed when it started, by default runs/ID",
             ) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise UsageError(f"{path} is damaged: {error}", hint="start the run again") from error

@@ -262,7 +262,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
                     raise StateError(
                         "not a catalogue in canonical form (duplicate or unknown keys, or white space)"
                     )
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise StateError(f"not a catalogue: {error}") from error
         catalogue.__dict__["_json"] = data
         return catalogue

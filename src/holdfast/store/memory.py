@@ -269,7 +269,7 @@ class Incoming:
 
     def commit(self, marker: bytes) -> None:
         """All bytes are there. Raises: CheckpointInvalid when this is no marker."""
-        if not is_sound(np.frombuffer(marker, np.uint64)):
+        if len(marker) != MARKER_SIZE_BYTES or not is_sound(np.frombuffer(marker, np.uint64)):
             raise CheckpointInvalid("not the marker of a slot")
         self._memory[:MARKER_SIZE_BYTES] = marker
 
@@ -387,7 +387,7 @@ def _read(path: Path, data: memoryview) -> Kept:
         raise CheckpointInvalid(f"{path.name}: its description does not fit its digest")
     try:
         description = msgspec.msgpack.decode(text, type=Description)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointInvalid(f"{path.name}: not a description of a state: {error}") from error
     for box in description.boxes:
         if not 0 <= box.start <= box.start + box.size_bytes <= start or box.size_bytes != box.meta.size_bytes:

@@ -222,7 +222,7 @@ def _read(path: Path, data: memoryview, form: _Form, step: int) -> Update:
         raise CheckpointInvalid(f"{where}: its description does not fit its digest")
     try:
         description = msgspec.msgpack.decode(text, type=_Entry)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: not a description of an update: {error}") from error
     gradients = []
     for place in description.places:

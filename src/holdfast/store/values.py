@@ -17,7 +17,9 @@ import binascii
 import json
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from enum import Enum
+from itertools import chain
 from typing import Any, NoReturn
 
 import msgspec
@@ -54,9 +56,13 @@ def decode_values(data: bytes, where: str = "values") -> object:
     if len(data) > VALUES_SIZE_BYTES_MAX:
         raise CheckpointInvalid(f"{where}: {len(data)} bytes of JSON; the limit is {VALUES_SIZE_BYTES_MAX}")
     try:
-        return json.loads(data, object_pairs_hook=_untagged)
+        value = json.loads(data, object_pairs_hook=_untagged)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: {error}") from error
+    # Few brackets cannot be deep; most values have few.
+    if data.count(b"[") + data.count(b"{") > DEPTH_MAX and _is_deep(value):
+        raise CheckpointInvalid(f"{where}: nested deeper than {DEPTH_MAX} levels")
+    return value
 
 
 def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
@@ -152,6 +158,22 @@ def _untagged(pairs: list[tuple[str, object]]) -> object:
             raise ValueError("duplicate key")
         return Counter(items) if tag == "$counter" else items
     raise ValueError(f"unknown tag {tag!r}")
+
+
+def _is_deep(value: object) -> bool:
+    """What :func:`_tagged` would refuse for its depth. Without recursion: what is read may be as deep as it likes."""
+    level: list[object] = [value]
+    for _ in range(DEPTH_MAX + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _scalar(tag: str, content: object) -> object:

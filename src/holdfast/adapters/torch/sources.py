@@ -93,7 +93,7 @@ def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
     try:
         with reading(index):
             places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointInvalid(f"{index}: no index of weights ({error})") from error
     found: dict[str, torch.Tensor] = {}
     for name in sorted(set(places.values())):
