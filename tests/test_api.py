@@ -31,6 +31,7 @@ PUBLIC = [
     "ImpureBlockError",
     "InternalError",
     "KeepEvery",
+    "NonFiniteError",
     "NotMet",
     "NothingToResume",
     "PeerLost",

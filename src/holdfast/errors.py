@@ -11,6 +11,7 @@ Tree::
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
     │   │   └── ImpureBlockError    a block that runs again computes something else
+    │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
@@ -104,6 +105,10 @@ class DataError(UserError):
 
 class StateError(UserError):
     """An object in the training state cannot be saved or restored."""
+
+
+class NonFiniteError(UserError):
+    """Gradients hold inf or nan, with ``session(nonfinite="stop")``."""
 
 
 class StepError(UserError):

@@ -9,6 +9,7 @@ import pytest
 from holdfast.adapters.base import Adapter
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError
+from holdfast.session.finite import Finite
 from holdfast.session.rank import Rank
 from holdfast.session.step import Blocks, Step, StepAborted
 from holdfast.session.votes import Votes
@@ -55,7 +56,7 @@ def test_a_newcomer_rehearses_once_and_then_joins() -> None:
         rank.machine.open(10)
     rank.joining = True
     owner: Any = GateAdapter()
-    blocks = Blocks(rank, typed, Votes(rank, typed), owner)
+    blocks = Blocks(rank, typed, Votes(rank, typed), owner, Finite(typed, "ignore"))
     step = Step(blocks, 10)
     blocks.begin(step)
     assert step.rehearsal and not rank.joins
@@ -70,4 +71,4 @@ def test_nothing_is_open_that_could_begin_again() -> None:
     adapter: Any = GateAdapter()
     rank = Newcomer(adapter, None)
     with pytest.raises(StepError, match="no step is open"):
-        Blocks(rank, adapter, Votes(rank, adapter), adapter).redo()
+        Blocks(rank, adapter, Votes(rank, adapter), adapter, Finite(adapter, "ignore")).redo()

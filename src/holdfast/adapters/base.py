@@ -305,6 +305,30 @@ class LogsUpdates(Protocol):
     updates: Updates
 
 
+class Gradients(Protocol):
+    """The gradients that optimizers are about to use."""
+
+    def may_drop(self) -> None:
+        """:meth:`drop` may be called in this session."""
+
+    def nonfinite(self, optimizer: str) -> str:
+        """The first weight whose gradient holds inf or nan on this rank; empty: none. Waits for the device.
+
+        Args:
+            optimizer: the one that is about to step; others of the session may be looked at with it.
+        """
+
+    def drop(self) -> None:
+        """The optimizers that step in this block change nothing."""
+
+
+@runtime_checkable
+class SeesGradients(Protocol):
+    """What an adapter may also be: one that can look at gradients before an update."""
+
+    gradients: Gradients
+
+
 @runtime_checkable
 class ProvesBlocks(Protocol):
     """What an adapter may also be: one that can run a block alone and without effect, and say what came out of it."""

@@ -14,6 +14,7 @@ from holdfast.session.arguments import checked
 
 if TYPE_CHECKING:
     from holdfast.adapters.base import Adapter
+    from holdfast.session.finite import NonFinite
     from holdfast.session.session import Session
     from holdfast.store.place import Place
     from holdfast.store.policy import Kept, SaveWhen
@@ -45,6 +46,7 @@ def open_session(
     memory: int | None = None,
     verify_block: int = 2000,
     verify_data: bool = True,
+    nonfinite: NonFinite = "warn",
     override: Iterable[str] = (),
 ) -> Session:
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
@@ -64,22 +66,21 @@ def open_session(
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
-            It is that of the job: who takes a lost rank's place has that of another rank, and so has who starts from a
-            checkpoint that another rank wrote (what is one rank's: ``Session.own``). What a block that does not count
-            changes is put back; in iterables and objects of more than 65536 numbers it is not: change those after
-            ``optimizer.step()``.
+            It is that of the job: a replacement, and a start from a checkpoint of another rank, have that of another
+            rank (``Session.own`` is one rank's). What a block that does not count changes is put back, but not in
+            iterables and objects of more than 65536 numbers: change those after ``optimizer.step()``.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
-        verify_block: steps between two checks that a block computes the same when it runs again (the first one of each
-            process, too), else ImpureBlockError before the update; 0: none, for a block that cannot run twice.
+        verify_block: steps between two checks that a block runs again alike, else ImpureBlockError; 0: it cannot.
         verify_data: a process that goes on compares the batches that it draws with those drawn before; else DataError.
-        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it sets them otherwise
-            than the script that wrote the checkpoint; of others, the checkpoint's stay in use, and both are told. A
-            learning rate that a schedule has moved stays moved by the same factor.
+        nonfinite: an optimizer is about to use gradients with inf or nan: ``stop`` before it (NonFiniteError), ``skip``
+            the update on all ranks, ``warn`` once and never remove the newest checkpoint before, or ``ignore``.
+        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it has changed; of
+            others the checkpoint's stay, both are told. A learning rate that a schedule has moved keeps that factor.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
         UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
-        UnsupportedError: an optimizer, wrapper, hook or process group that is refused by name.
+        UnsupportedError: an optimizer, wrapper, hook or process group that is refused. NonFiniteError: ``nonfinite``.
         NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`. StoreWriteError: no place to write.
     """
     from holdfast.session.session import Session
@@ -89,12 +90,12 @@ def open_session(
     settings = Settings(
         checkpoint=checkpoint, resume=resume, seed=seed, save=save, save_every_steps=save_every_steps,
         save_every_s=save_every_s, keep=keep, copies=copies, exit_file=exit_file, grace_s=grace_s, memory=memory,
-        verify_block=verify_block, verify_data=verify_data,
+        verify_block=verify_block, verify_data=verify_data, nonfinite=nonfinite,
     )  # fmt: skip
     extras, taken = extras_of(state), _names("session(override", override, "lr")
     _require_torch(model)
-    adapter = partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed, taken)
-    return Session(adapter, extras, settings)
+    given = (model, optimizer, scheduler, scaler, extras, seed, taken)
+    return Session(partial(_torch_adapter, *given), extras, settings)
 
 
 @checked("holdfast.load")

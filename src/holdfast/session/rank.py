@@ -365,7 +365,7 @@ class Rank:
         """The vote has completed here."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
-        if not tally.passed and not tally.differ:  # of that the controller hears more
+        if not (tally.passed or tally.differ or tally.nonfinite):  # of these the controller hears more
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
 

@@ -37,6 +37,7 @@ from holdfast.session.between import Between
 from holdfast.session.bound import before_of
 from holdfast.session.calls import Calls
 from holdfast.session.common import Common
+from holdfast.session.finite import Finite
 from holdfast.session.handover import take_over
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
@@ -108,6 +109,7 @@ class Session(Repeating):
             self.root = run.checkpoints
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         every = run.memory_every if settings.memory is None else settings.memory
+        self._finite = Finite(self._adapter, settings.nonfinite)
         self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run.age_s))
         self._rank = Rank(self._adapter, client)
         self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
@@ -122,13 +124,15 @@ class Session(Repeating):
         )
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Saver(
-            self._rank, self._adapter, self.root, run.saves_as, settings.keep,
+            self._rank, self._adapter, self.root, run.saves_as, self._finite.keeps(settings.keep),
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._votes,
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
             watched=client is not None and not library,
         )  # fmt: skip
         self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
-        self._blocks = Blocks(self._rank, self._adapter, self._votes, self, settings.verify_block)
+        self._blocks = Blocks(
+            self._rank, self._adapter, self._votes, self, self._finite, settings.verify_block
+        )
         self._common = Common(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
@@ -249,6 +253,7 @@ class Session(Repeating):
         before = before_of(found.path.name, self._lineage.run, joining=self._rank.joining)
         self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
         self._sections.stand_at(found.session)
+        self._finite.stand_at(found.session)
 
     def _open(self) -> None:
         rank, saver = self._rank, self._saver
@@ -459,6 +464,7 @@ class Session(Repeating):
             "place": dict(self._loops.place),
             "section": self._sections.unfinished,
             "lineage": self._lineage.ancestors,
+            **self._finite.values(),
         }
         return {**collected.values, "session": session}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
+from holdfast.session.finite import checked_mode
 from holdfast.store.place import Place, Url, absolute
 from holdfast.store.policy import KeepPolicy, Kept, retention, save_policies
 
@@ -38,6 +39,7 @@ class Settings:
         memory: int | None = None,
         verify_block: int = 0,
         verify_data: bool = True,
+        nonfinite: str = "warn",
     ) -> None:
         every_steps = None if save_every_steps is None else _whole("save_every_steps", save_every_steps, 1)
         every_s = None if save_every_s is None else _seconds("save_every_s", save_every_s)
@@ -53,6 +55,7 @@ class Settings:
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
         self.verify_block = _whole("verify_block", verify_block, 0)
         self.verify_data = bool(verify_data)
+        self.nonfinite = checked_mode(nonfinite)
         self.memory = None if memory is None else _whole("memory", memory, 0)
 
 

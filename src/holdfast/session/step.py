@@ -19,6 +19,7 @@ from holdfast.adapters.base import Aborted, Accumulates, Adapter, Hooks, ProvesB
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
+from holdfast.session.finite import Finite
 from holdfast.session.prove import Prover, place_in_script
 from holdfast.session.rank import Rank
 from holdfast.session.unbound import bind
@@ -89,6 +90,7 @@ class Step:
         self.entered = False
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
+        self.nonfinite = False  # one of these had gradients with inf or nan
         self.updated: set[str] = set()  # optimizers that have stepped
         self.idle = False  # its rehearsal has computed nothing
         self.repeats = True  # its batch can be handed out again at once
@@ -154,12 +156,14 @@ class Blocks:
         adapter: the framework.
         votes: of this rank.
         owner: the session.
+        finite: looks at gradients.
         verify_block: steps between two checks of what a block computes; 0: none.
     """
 
     def __init__(
-        self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner, verify_block: int = 0
+        self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner, finite: Finite, verify_block: int = 0
     ) -> None:
+        self._finite = finite
         self._rank = rank
         self._prover = Prover(adapter, verify_block, adapter.world_size)
         self._votes = votes
@@ -246,6 +250,7 @@ class Blocks:
         if step.tentative is not None:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
+            step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
             self._adapter.record(optimizer)
             return
         if step.scrap:
@@ -257,7 +262,7 @@ class Blocks:
                     hint="`with step.update('first'): ...` around each of them, or one optimizer.step() per block",
                 )
             return
-        self._vote(step)
+        self._vote(step, optimizer)
 
     def _refuse_late(self, step: Step, optimizer: str) -> None:
         if self._rank.state == "updating":
@@ -278,8 +283,8 @@ class Blocks:
 
     # ------------------------------------------------------------------ vote
 
-    def _vote(self, step: Step) -> None:
-        """Return when the step may change weights. Raises: StepAborted."""
+    def _vote(self, step: Step, optimizer: str = "") -> None:
+        """Return when the step may change weights, by ``optimizer`` if it is named. Raises: StepAborted."""
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             self._prover.note(step)
@@ -298,13 +303,14 @@ class Blocks:
         if adapter.poisoned or not rank.enter_vote():
             raise StepAborted(adapter.reason)
         rank.enter(Phase.VOTE)
-        nonfinite = self._adapter.scaled and not step.updated
+        nonfinite = step.nonfinite or (bool(optimizer) and self._finite.look(optimizer))
         ballot = self._owner.ballot(step.number, unsound=adapter.poisoned, nonfinite=nonfinite)
         self._tally = Tally(passed=False)
         try:
-            tally = self._votes.cast(ballot)
+            tally = self._finite.read(self._votes.cast(ballot))
         except PeerLost:
             state = rank.vote_broken()
+            self._tally = Tally(passed=False, nonfinite=nonfinite)
         else:
             state = rank.voted(tally)
             self._tally = tally
@@ -312,8 +318,12 @@ class Blocks:
                 self._owner.differ(step.number)
         if state == "in_doubt" and not rank.await_decision():
             raise StepAborted("the step was not committed")
-        if rank.state == "aborted":
+        if rank.state == "aborted" and not self._tally.nonfinite:
             raise StepAborted(self._tally.reason)
+        if state == "in_doubt" and not self._tally.passed and self._finite.is_unsure(self._tally):
+            raise StepAborted("the others may leave this update out, and this rank has not heard it")
+        if self._tally.nonfinite:
+            self._finite.agreed(step.number)
         adapter.enter_update()
         rank.enter(Phase.UPDATE)
 

@@ -24,6 +24,7 @@ from holdfast.adapters.torch.device import Devices, named_errors
 from holdfast.adapters.torch.drawn import digest_of_batch
 from holdfast.adapters.torch.fabric import fabric
 from holdfast.adapters.torch.fingerprint import digest_of
+from holdfast.adapters.torch.gradients import Gradients
 from holdfast.adapters.torch.handle import ReconfigurableGroup
 from holdfast.adapters.torch.heal import (
     dividing,
@@ -96,6 +97,7 @@ class TorchAdapter:
         self._devices = Devices(self.state.devices)
         self._snapshot = Snapshot(self.state)
         self.updates = Updates(self.state, self)
+        self.gradients = Gradients(self.state, self.updates)
         modules = [module for _, module in modules_of(model)]
         self._leftover = Leftover(modules, self._updated_parameters)
         self._fabric = fabric()

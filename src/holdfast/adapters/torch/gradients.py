@@ -1,0 +1,48 @@
+"""Gradients as an optimizer is about to use them: are they finite, and what if not?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from holdfast.adapters.torch import private
+from holdfast.adapters.torch.state import TorchState
+from holdfast.adapters.torch.updates import Updates
+
+
+class Gradients:
+    """See :class:`holdfast.adapters.base.SeesGradients`."""
+
+    def __init__(self, state: TorchState, updates: Updates) -> None:
+        self._state = state
+        self._updates = updates
+
+    def may_drop(self) -> None:
+        """A log of gradients would hold an update that was not made."""
+        self._updates.refuse("nonfinite='skip' may leave an update out")
+
+    def nonfinite(self, optimizer: str) -> str:
+        """Of the named optimizer, or of all of them where no scaler judges them one by one."""
+        found = [g for _, g in self._of(optimizer) if g.numel()]
+        # One number for all of them: nan and inf come through every norm.
+        with torch.no_grad():
+            if not found or bool(torch.isfinite(get_total_norm(found, float("inf")))):
+                return ""
+            named = self._of(optimizer)
+            return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
+
+    def drop(self) -> None:
+        """An optimizer passes by a parameter without a gradient."""
+        for parameter in self._state.names.parameters.values():
+            parameter.grad = None
+
+    def _of(self, optimizer: str) -> Iterator[tuple[str, torch.Tensor]]:
+        held = self._state.optimizers
+        judged = [held[optimizer]] if self._state.scaler is not None else list(held.values())
+        used = {id(p) for each in judged for group in each.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._state.names.parameters.items():
+            if parameter.grad is not None and id(parameter) in used:
+                gradient = private.local_tensor(parameter.grad)
+                yield name, gradient.coalesce().values() if gradient.is_sparse else gradient
