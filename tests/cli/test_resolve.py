@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -45,7 +46,7 @@ def test_script_and_arguments_pass_untouched(tmp_path: Path) -> None:
 def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
-    token.write_text("t" * 64)
+    token.write_text(secrets.token_hex(32))
     several = {"nnodes": "2", "token_file": str(token)}
     with pytest.raises(UsageError, match=r"the host 127\.1 is 127\.0\.0\.1 here"):
         asked(**several, master_addr="127.1")
@@ -62,7 +63,7 @@ def test_ipv6_addresses_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In brackets before a port, with or without where no port can follow; a name that has both means IPv4."""
     token = tmp_path / "token"
     token.touch(0o600)
-    token.write_text("t" * 64)
+    token.write_text(secrets.token_hex(32))
     several = {"nnodes": "2", "token_file": str(token), "bind": "::1"}
     for place in ({"rdzv_endpoint": "[::1]:29"}, {"master_addr": "::1", "master_port": 29},
                   {"master_addr": "[::1]", "master_port": 29}):  # fmt: skip
@@ -150,7 +151,7 @@ def test_worker_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nodes_of_two_sizes(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
-    token.write_text("t" * 64)
+    token.write_text(secrets.token_hex(32))
 
     def nodes(counts: str, **values: Any) -> RunSettings:
         return asked(**{"nnodes": "2:3", "master_addr": "127.0.0.1", "token_file": str(token),

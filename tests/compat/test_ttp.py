@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -148,12 +149,12 @@ def test_an_address_that_others_reach_needs_a_secret(tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match="without a secret"):
         start_controller("10.0.0.1", 29999, 2)
     secret = tmp_path / "token"
-    secret.write_text("x" * 64)
+    secret.write_text(text := secrets.token_hex(32))
     monkeypatch.setenv(TOKEN_VARIABLE, str(secret))
     with pytest.raises(AuthError, match="can be read by others"):
         token("10.0.0.1", 29999)
     secret.chmod(0o600)
-    assert token("10.0.0.1", 29999) == b"x" * 64
+    assert token("10.0.0.1", 29999) == text.encode()
 
 
 def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

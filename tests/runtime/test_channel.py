@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
             BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, b"x" * 64, "worker")
         until("counted", lambda: desk.refused.get("token") == 1)
         assert desk.heard == []
-        run.token_file.write_bytes(b"y" * 64)
+        run.token_file.write_bytes(secrets.token_hex(32).encode())
         with pytest.raises(AuthError):
             AgentLink(run.path).request(ExitRun(grace_s=1.0, source="me"))
 

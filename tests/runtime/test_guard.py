@@ -166,7 +166,7 @@ def ask(process: subprocess.Popen[str]) -> str:
 def test_members_are_served_among_strangers(tmp_path: Path, code: str) -> None:
     """400 of them at 256 descriptors ended the process, or kept it from watching its workers."""
     run = RunDir(tmp_path / "run")
-    run.create(TOKEN.hex().encode())
+    run.create()
     try:
         with many_files(), child(code, run.path) as (port, process), Crowd(port) as crowd:
             for _ in range(3):

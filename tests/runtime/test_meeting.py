@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from tests.runtime.runs import BOUND_S, Run, until
 
 pytestmark = pytest.mark.processes
 
-TOKEN = b"t" * 64
+TOKEN, ANOTHER = (hashlib.sha256(text).hexdigest().encode() for text in (b"t", b"x"))
 
 
 def address(number: int) -> str:
@@ -129,7 +130,7 @@ def test_a_stranger_at_the_address_of_a_lost_node_ends_nothing(tmp_path: Path) -
             first.wait_event("peer_here", 2)
             second.wait_event("peer_here", 2)
         place = f"{address(2)}:{nodes.port}"
-        with nodes.node(2, place, token=b"x" * 64, home="stranger", nnodes=2) as stranger:
+        with nodes.node(2, place, token=ANOTHER, home="stranger", nnodes=2) as stranger:
             stranger.start()
             for run in (first, second):
                 assert "token" in run.wait_event("peer_foreign").data["reason"]
@@ -161,7 +162,7 @@ def test_agents_on_one_address_share_the_contact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "then"),
     [
-        ({"token": b"x" * 64}, "one token file"),
+        ({"token": ANOTHER}, "one token file"),
         ({"nproc": 2}, "the same --nnodes and --nproc-per-node"),
         ({"node": "node0"}, "a --node-rank of its own"),
     ],

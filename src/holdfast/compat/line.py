@@ -7,6 +7,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import stat
 from pathlib import Path
 
 from holdfast.compat.dump import (
@@ -50,9 +51,10 @@ def token_path(host: str, port: int) -> Path:
             hint=f"umask 077; openssl rand -hex 32 > token; export {TOKEN_VARIABLE}=token on every host",
         )
     home = SHARED_MEMORY / f"holdfast-ttp-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # what is there may be anything
+        home.mkdir(mode=0o700)
     about = home.lstat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise UsageError(
             f"{home} is not a private directory of this user", hint=f"remove it, or set {TOKEN_VARIABLE}"
         )

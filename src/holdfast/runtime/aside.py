@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.runtime.owners import doubt, is_ours
 from holdfast.runtime.procs import processes
-from holdfast.runtime.rundir import RunDir, is_free
+from holdfast.runtime.rundir import ATTEMPT, RunDir, is_free
 from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
 
 POLL_S = 0.1
@@ -31,16 +32,22 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
         waiting: called once when it has lost its launcher and has yet to save and leave.
 
     Raises:
-        UsageError: it goes on.
+        UsageError: it goes on, or another user may have made it.
         OSError: it cannot be moved.
     """
     if not (run.path / SETTINGS_FILE).is_file():
         return None
+    why = doubt(run.path)
+    if why:
+        raise UsageError(
+            f"{run.path} {why}: a run that another user could have prepared is not touched",
+            hint="choose another --run-id, or another place with --run-dir",
+        )
     settings = RunSettings.load(run.path)
     _await_end(run, settings.grace_s + AFTER_GRACE_S, waiting)
     run.remove_pages()
     number = next(n for n in itertools.count(1) if not _numbered(run.path, n).exists())
-    if settings.log_dir and os.path.isdir(settings.log_dir):
+    if settings.log_dir and _is_of_logs(Path(settings.log_dir), run.path.name):
         logs = _numbered(Path(settings.log_dir), number)
         os.rename(settings.log_dir, logs)
         _rewrite(run.path, msgspec.structs.replace(settings, log_dir=str(logs)))
@@ -69,6 +76,14 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
             told = True
             waiting()
         time.sleep(POLL_S)
+
+
+def _is_of_logs(directory: Path, run_id: str) -> bool:
+    """Logs of this run are there: settings that came from elsewhere may name any directory."""
+    if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
+        return False
+    names = [path.name for path in directory.iterdir()]
+    return not names or any(name.startswith(ATTEMPT) for name in names)
 
 
 def _numbered(path: Path, number: int) -> Path:

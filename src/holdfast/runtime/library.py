@@ -18,10 +18,11 @@ import msgspec
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import Word
-from holdfast.errors import GroupError, UnsupportedError
+from holdfast.errors import AuthError, GroupError, UnsupportedError
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
 from holdfast.runtime.lifeline import hold
+from holdfast.runtime.owners import doubt
 from holdfast.runtime.page import Page
 from holdfast.runtime.pids import start_ticks
 from holdfast.runtime.rundir import RunDir, write_private
@@ -58,6 +59,7 @@ def join_or_start_agent(*, rank: int, local_rank: int, world_size: int, local_wo
     Raises:
         UnsupportedError: the job has more than one node.
         GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``.
+        AuthError: another user has made what names the agent.
         UsageError: ``runs`` cannot be written.
     """
     if world_size != local_world_size:
@@ -129,6 +131,15 @@ def _start_agent(base: Path, pointer: Path, world_size: int) -> RunDir:
     return run
 
 
+def _check_owner(path: Path) -> None:
+    """What another user has put there may not lead this process to an agent. Raises: AuthError."""
+    why = doubt(path)
+    if why:
+        raise AuthError(
+            f"{path} {why}: the agent it names is not trusted", hint="start in a directory of your own"
+        )
+
+
 def _find_agent(pointer: Path) -> RunDir:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -137,6 +148,8 @@ def _find_agent(pointer: Path) -> RunDir:
         except (OSError, msgspec.MsgspecError):
             found = None
         if found is not None and found.started == start_ticks(found.pid):
+            _check_owner(pointer)
+            _check_owner(Path(found.run_dir))
             return RunDir(found.run_dir)
         time.sleep(POLL_S)
     raise GroupError(

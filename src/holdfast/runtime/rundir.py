@@ -20,11 +20,13 @@ from holdfast.runtime.pids import serves
 from holdfast.store.files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
+TOKEN_DISTINCT_MIN = 8  # of 64 random hexadecimal digits fewer are different once in 10^19 tokens
 TOKEN_FILE_SIZE_BYTES_MAX = 4096
 SHARED_MEMORY = Path("/dev/shm")
 PAGES_PREFIX = "holdfast-"
 OWNER = "run"  # in a directory of pages: whose they are; locked as long as the agent or the launcher lives
 PAGE = "page-"
+ATTEMPT = "attempt-"
 SPARE_PAGE = "spare-"
 LAST_LINES = 20
 MODULES = {
@@ -72,16 +74,16 @@ def open_log(path: Path) -> int:
     """A file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or is a link: it would lead to any file of this user.
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def read_token(path: Path) -> bytes:
     """The secret in a file.
 
     Raises:
-        AuthError: missing, readable by others, too short, or no token at all.
+        AuthError: missing, readable by others, too short, weak, or no token at all.
     """
     try:
         with path.open("rb") as file:  # one descriptor: what is looked at is what is read
@@ -103,6 +105,12 @@ def read_token(path: Path) -> bytes:
     if len(token) < TOKEN_SIZE_BYTES:
         raise AuthError(
             f"the token {path} has only {len(token)} bytes, {TOKEN_SIZE_BYTES} are needed",
+            hint=f"umask 077; openssl rand -hex {TOKEN_SIZE_BYTES} > {path}; copy it to every host",
+        )
+    if len(set(token)) < TOKEN_DISTINCT_MIN or token in (2 * token)[1:-1]:
+        raise AuthError(
+            f"the token {path} can be guessed: it repeats itself, or has fewer than {TOKEN_DISTINCT_MIN} "
+            "different characters",
             hint=f"umask 077; openssl rand -hex {TOKEN_SIZE_BYTES} > {path}; copy it to every host",
         )
     return token
@@ -232,11 +240,31 @@ class RunDir:
         return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 
     def remove_pages(self) -> None:
-        """Remove all status pages and their directory; the agent and its launcher may both be at it."""
+        """Remove all status pages and their directory; the agent and its launcher may both be at it.
+
+        A link that leads elsewhere than to the pages of this run is removed alone.
+        """
         with contextlib.suppress(FileNotFoundError):
-            empty_out(self.pages_link.resolve(strict=True))
+            if self._made_pages():
+                empty_out(self.pages_link.resolve(strict=True))
         if self.pages_link.is_symlink():
             self.pages_link.unlink(missing_ok=True)
+
+    def _made_pages(self) -> bool:
+        """The directory of the pages is in the run directory, or this run has made it in shared memory.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if not self.pages_link.is_symlink():
+            return self.pages_link.is_dir()
+        target = Path(os.readlink(self.pages_link))
+        about = target.lstat()
+        if target.parent != SHARED_MEMORY or not target.name.startswith(PAGES_PREFIX):
+            return False
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            return False
+        return Path(os.fsdecode((target / OWNER).read_bytes())).samefile(self.path)
 
     def endpoint_path(self, name: str) -> Path:
         """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
@@ -284,7 +312,7 @@ def probe_path(root: str, job: str, node: str) -> Path:
 
 def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
     """Directory of the logs of one attempt."""
-    return Path(log_dir) / f"attempt-{attempt:03d}"
+    return Path(log_dir) / f"{ATTEMPT}{attempt:03d}"
 
 
 def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
