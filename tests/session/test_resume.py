@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import NothingToResume
 from holdfast.exits import Exit
+from holdfast.runtime.owners import planted
 from holdfast.store.root import Root
 from tests.session.launch import run_job
 from tests.session.test_solo import Job
@@ -63,3 +65,24 @@ def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert Job().train(2, checkpoint=tmp_path) == [0, 1]
     assert "holds nothing but 1 save that never came to an end" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_checkpoint_that_anybody_may_have_planted_is_not_taken_unasked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a directory that every user can write, the highest step of any of them was resumed from."""
+    Job().train(2, checkpoint=tmp_path, save_every_steps=2)
+    Job().train(4, checkpoint=tmp_path, save_every_steps=2)
+    newest, before, *_ = Root(tmp_path).list()
+    os.chown(newest.path, 54321, -1)
+    assert planted(tmp_path, [newest.name]) == {}, "others cannot write here"
+    tmp_path.chmod(0o1777)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert Job().train(3, checkpoint=tmp_path) == [before.step]
+    assert f"{newest.name}: it belongs to the user id 54321, and every user can write" in caplog.text
+    assert Job().train(5, checkpoint=tmp_path, resume=newest.path) == [newest.step]
+    for attempt in Root(tmp_path).list():
+        os.chown(attempt.path, 54321, -1)
+    with pytest.raises(NothingToResume, match="to take it: resume="):
+        Job().train(6, checkpoint=tmp_path)

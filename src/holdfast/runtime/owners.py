@@ -6,6 +6,7 @@ import os
 import pwd
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -40,6 +41,24 @@ def doubt(path: Path) -> str:
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})"
     return ""
+
+
+def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Which of ``names`` in ``root`` another user has made, while every user can make some there: why, by name."""
+    try:
+        if not root.stat().st_mode & stat.S_IWOTH:
+            return {}
+    except OSError:  # what lies there cannot be read either
+        return {}
+    known, found = ours(root) | {0}, {}
+    for name in names:
+        try:
+            uid = (root / name).lstat().st_uid
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        if uid not in known:
+            found[name] = f"it belongs to {user(uid)}, and every user can write in {root}"
+    return found
 
 
 def user(uid: int) -> str:

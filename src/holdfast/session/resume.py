@@ -41,6 +41,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.runtime.client import Client
+from holdfast.runtime.owners import planted
 from holdfast.store.layout import Catalogue, TensorMeta
 from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
@@ -115,11 +116,13 @@ def candidates(
     if place is None:
         return Candidates((), ())
     found = place.list()
+    strange = _of_others(place, found, {first, *(name.name for name in own)})
+    found = [v for v in found if v.name not in strange]
     if not restarted:
         _warn_of_another_run(place, [v for v in found if v.valid])
     # What may not be read may be the newest: who comes to it is told so, and does not go on from an older one.
     paths = [place_of(v.path) for v in found if v.valid or v.denied]
-    if found and all(v.unfinished for v in found):
+    if found and not strange and all(v.unfinished for v in found):
         log.warning(
             "holdfast: %s holds nothing but %s that never came to an end, so nothing is lost: training begins anew",
             place.path,
@@ -127,10 +130,26 @@ def candidates(
         )
         return Candidates((), ())
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not (v.valid or v.denied))
+    rejected += tuple(f"{name}: {why}" for name, why in strange.items())
     if first and place.path / first in paths:
         paths.remove(place.path / first)
         paths.insert(0, place.path / first)
     return Candidates(tuple(paths), rejected)
+
+
+def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
+    """Good checkpoints that anybody may have planted: the highest step would be taken. Why they are not, by name.
+
+    Args:
+        own: names that this run knows as its saves.
+    """
+    if not isinstance(root.path, Path):  # of objects in a bucket nothing says who made them
+        return {}
+    good = [v for v in found if (v.valid or v.denied) and v.name not in own]
+    paths = {v.name: v.path for v in good}
+    return {
+        name: f"{why}; to take it: resume={paths[name]!r}" for name, why in planted(root.path, paths).items()
+    }
 
 
 def _named(resume: str) -> Found:
