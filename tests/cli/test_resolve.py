@@ -43,6 +43,17 @@ def test_script_and_arguments_pass_untouched(tmp_path: Path) -> None:
     assert settings.cwd == str(tmp_path)
 
 
+def test_flags_of_ours_behind_a_script_that_has_none_of_that_name_are_noted(tmp_path: Path) -> None:
+    assert asked("--lr", "1", "--", "--nnodes=2").notes == ()
+    (note,) = asked("--nproc-per-node", "4", "--lr", "1", "--node_rank=0").notes
+    assert note == (
+        "--nproc-per-node, --node-rank stand behind the script, so the script gets it: flags of holdfast run come "
+        "before it"
+    )
+    (tmp_path / "train.py").write_text('parser.add_argument("--nproc_per_node")')
+    assert asked("--nproc-per-node", "4").notes == ()
+
+
 def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)

@@ -175,6 +175,29 @@ def test_a_live_run(holdfast: Run, made: Made) -> None:
     assert "\x1b" not in text
 
 
+def test_a_script_without_a_session_is_running_and_has_an_age(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    for page in made.pages:
+        page.place(0, Phase.STARTING)
+    assert "running (no session)" not in holdfast("status").stdout, "it may be on its way to one"
+    for page in made.pages:
+        page[Word.COLLECTIVES] = 3
+    view = Watch(made.directory, made.settings).poll()
+    assert all(rank.age_s > 0 for rank in view.ranks)
+    text = holdfast("status").stdout
+    assert text.count("running (no session)") == 2 and "starting" not in text
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    assert "running (no session)" not in holdfast("status").stdout
+
+
+def test_no_exit_is_taken_back_that_was_not_asked_for(holdfast: Run, made: Made) -> None:
+    made.start(0, 1)
+    made.serve()
+    result = holdfast("exit", "--cancel")
+    assert result.returncode != 0 and "run alpha-1 was not asked to leave" in result.stderr
+
+
 def test_a_straggler_and_a_section(holdfast: Run, made: Made) -> None:
     made.start(0, 1)
     made.serve()
@@ -371,6 +394,10 @@ def test_which_run(holdfast: Run, made: Made, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match="there is no run alpa-1") as caught:
         find_run("alpa-1", "runs")
     assert caught.value.hint == "did you mean alpha-1?"
+    again = Made(tmp_path, "beta-2")
+    again.journal.close()
+    with pytest.raises(UsageError, match=r"bet begins the names of 2 runs: beta-[12], beta-[12]"):
+        find_run("bet", "runs")
     write_private(other.directory.path / "run.json", b"{")
     with pytest.raises(UsageError, match="damaged"):
         find_run("beta-1", "runs")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import click
 
 from holdfast.cli.errors import logs_at
 from holdfast.cli.escaping import echo
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.finite import Finite
+from holdfast.cli.status import again
 from holdfast.cli.view import Watch
 from holdfast.core.messages import ExitRun
 from holdfast.errors import UserError
 from holdfast.runtime.launch import AgentLink
+
+ASKED_S, ANSWER_S = 2.0, 5.0
+"""How long a request, and the answer to one, may take to be in the event log."""
+POLL_S = 0.05
 
 
 @click.command(name="exit", context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,15 +37,36 @@ def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None)
     name = name_of(directory.path)
     bound_s = settings.grace_s if grace_s is None else grace_s
     with logs_at(directory.path):
-        view = Watch(directory, settings).poll()
+        watch = Watch(directory, settings)
+        view = watch.poll()
         if view.state in ("ended", "lost"):
             raise UserError(f"run {settings.run_id} is over", hint=f"holdfast status {name}")
+        if cancel and not _within(ASKED_S, lambda: bool(watch.read().exiting)):
+            raise UserError(f"run {settings.run_id} was not asked to leave", hint=f"holdfast status {name}")
+        answers = len(watch.story.cancels)
         order = ExitRun(grace_s=bound_s, source="holdfast exit", cancel=cancel)
         answer = AgentLink(directory.path).request(order)
         if not answer.ok:
             raise UserError(f"run {settings.run_id} refused: {answer.detail}", hint=f"holdfast status {name}")
+    if cancel and _within(ANSWER_S, lambda: len(watch.read().cancels) > answers):
+        if not watch.story.cancels[-1]:
+            raise UserError(
+                f"run {settings.run_id} leaves: its ranks have agreed on step {watch.story.agreed_step}",
+                hint=f"{again(view)}, when it has left",
+            )
+        echo(f"{settings.run_id}: it stays")
+        return 0
     echo(f"{settings.run_id}: {answer.detail}")
-    if not cancel:
+    if not cancel and view.session:
         echo("it saves at the end of a step and leaves with code 75")
         echo(f"take it back: holdfast exit --cancel {name}")
+    elif not cancel:
+        echo("no session is open: its workers are ended, nothing is saved, and it leaves with code 76")
     return 0
+
+
+def _within(bound_s: float, holds: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + bound_s
+    while not (found := holds()) and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+    return found

@@ -14,6 +14,7 @@ from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
 from holdfast.wording import closest
 
 RUNS = "runs"
+NAMED_MAX = 4
 
 
 def run_argument(command: Any) -> Any:
@@ -75,6 +76,12 @@ def _named(asked: str, base: Path) -> Path:
     starting = [name for name in names if name.startswith(asked)]
     if len(starting) == 1:
         return base / starting[0]
+    if len(starting) > 1:
+        more = f" and {len(starting) - NAMED_MAX} more" if len(starting) > NAMED_MAX else ""
+        raise UsageError(
+            f"{asked} begins the names of {len(starting)} runs: {', '.join(starting[:NAMED_MAX])}{more}",
+            hint=f"name one of them; the newest is {starting[0]}",
+        )
     close = closest(asked, names)
     newest = f"the newest is {names[0]}" if names else "holdfast run train.py"
     hint = f"did you mean {close}?" if close else newest

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from holdfast.cli.flags import BY_KEY, FLAGS
+from holdfast.cli.misplaced import misplaced
 from holdfast.cli.nodes import RUN_HELP, Nodes, node_notes, read_counts, read_nodes, read_secret, shrink_to
 from holdfast.cli.placing import place
 from holdfast.cli.untested import heed_torch
@@ -120,7 +121,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     )
     if not nodes.several:
         _check_address(settings, given)
-    notes += told + node_notes(nodes, settings)
+    notes += told + node_notes(nodes, settings) + tuple(filter(None, [misplaced(target, args)]))
     token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
     signals = _signals(str(values["signals_to_handle"]))

@@ -20,7 +20,7 @@ from holdfast.cli.console import table_console
 from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
-from holdfast.core.fault import SEEN
+from holdfast.core.fault import SEEN, START_S
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
@@ -145,9 +145,11 @@ def _rank_table(view: RunView) -> Table:
     if any(r.repeated for r in view.ranks):
         table.add_column("repeated", justify="right")
     for each in view.ranks:
-        place = f"{each.phase} {each.section}".strip()
-        phase = Text(place) if each.alive else Text(f"dead (in {each.phase})", style="red")
-        cells = [str(each.rank), str(each.pid), f"{each.step:,}", span(each.age_s)]
+        place = "running (no session)" if is_unseen(view, each) else f"{each.phase} {each.section}".strip()
+        dead = Text(f"dead (in {each.phase})", style="red") if each.pid else Text("not started", style="dim")
+        phase = Text(place) if each.alive else dead
+        step = "" if is_unseen(view, each) else f"{each.step:,}"
+        cells = [str(each.rank), str(each.pid), step, span(each.age_s)]
         row: list[RenderableType] = [*cells, phase, each.generation]
         if any(r.busy_s for r in view.ranks):
             row.append(_busy(each))
@@ -155,6 +157,12 @@ def _rank_table(view: RunView) -> Table:
             row.append(str(each.repeated))
         table.add_row(*row)
     return table
+
+
+def is_unseen(view: RunView, one: RankView) -> bool:
+    """Its script is at work, and no session tells where: it has begun a collective, or is past any start."""
+    starting = one.phase == Phase.STARTING.name.lower() and not view.session
+    return starting and (one.trains or one.age_s > START_S)
 
 
 def _spare_line(spare: SpareView) -> Text:

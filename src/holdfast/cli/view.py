@@ -17,7 +17,7 @@ from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
 from holdfast.runtime.failing import NUMBER
 from holdfast.runtime.page import Page, each_page
-from holdfast.runtime.pids import alive
+from holdfast.runtime.pids import age_s, alive
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import log_root
@@ -44,6 +44,7 @@ class RankView(msgspec.Struct):
     busy_s: float = 0.0  # the last committed step without waiting for peers; 0: unknown
     slow: float = 0.0  # its steps take so many times as long as the others'; 0: not a straggler
     section: str = ""
+    trains: bool = False  # it has begun a collective, with a session or without
 
 
 class SpareView(msgspec.Struct):
@@ -149,6 +150,8 @@ class Story:
         self.sealed_step = -1
         self.found_step = -1  # of the checkpoint that the run began with
         self.exiting = ""
+        self.agreed_step = -1  # where all ranks leave
+        self.cancels: list[bool] = []  # answers to requests to stay
         self.ended: dict[str, Any] | None = None
         self.ended_at = 0.0
         self.faults: list[FaultView] = []
@@ -264,7 +267,11 @@ class Story:
     def _on_exit_requested(self, event: Event, data: dict[str, Any]) -> None:
         self.exiting = str(data["source"])
 
+    def _on_exit_agreed(self, event: Event, data: dict[str, Any]) -> None:
+        self.agreed_step = int(data["step"])
+
     def _on_exit_cancelled(self, event: Event, data: dict[str, Any]) -> None:
+        self.cancels.append(bool(data["done"]))
         self.exiting = "" if data["done"] else self.exiting
 
     def _on_finished(self, event: Event, data: dict[str, Any]) -> None:
@@ -474,11 +481,12 @@ def _rank_view(page: Page) -> RankView:
         alive=page[Word.PID] > 0 and alive(page[Word.PID]),
         phase=phase.name.lower(),
         step=step,
-        age_s=_age_s(page),
+        age_s=_age_s(page) if phase is not Phase.STARTING else round(age_s(page[Word.PID]), 3),
         generation=str(Generation.unpack(page[Word.GENERATION])),
         repeated=page[Word.REPEATED],
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section() if phase is Phase.SECTION else "",
+        trains=page[Word.COLLECTIVES] > 0,
     )
 
 
