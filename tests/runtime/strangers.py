@@ -7,6 +7,8 @@ import resource
 import socket
 from collections.abc import Iterator
 
+import pytest
+
 COUNT = 400
 LIMIT = 256
 """Descriptors of a process among so many strangers."""
@@ -16,6 +18,8 @@ LIMIT = 256
 def many_files() -> Iterator[None]:
     """This process may open as many files as its hard limit allows."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 5 * COUNT:
+        pytest.skip(f"at most {before[1]} open files here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
         yield

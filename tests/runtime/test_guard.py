@@ -103,10 +103,11 @@ own_work()
 """
 ZYGOTE = """
 import socket
+from holdfast.runtime.guard import BACKLOG
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.spawn import Preloaded
 from holdfast.runtime.zygote import Zygote
-listener = socket.create_server(("127.0.0.1", 0))
+listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 print(listener.getsockname()[1], flush=True)
 threading.Thread(target=own_work, daemon=True).start()
 Zygote(RunDir(sys.argv[1]), TOKEN, Preloaded({}, {}, 1), listener).serve()
