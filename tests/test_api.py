@@ -20,6 +20,7 @@ PUBLIC = [
     "BestInterval",
     "CheckpointInvalid",
     "CheckpointMismatch",
+    "ComputeError",
     "DataError",
     "EmptyLoaderError",
     "EverySeconds",

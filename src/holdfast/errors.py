@@ -15,6 +15,7 @@ Tree::
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
+    │   ├── ComputeError            a rank computes something else than others from the same numbers
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   └── NotMet                  the nodes of the job did not meet in time
@@ -129,6 +130,10 @@ class UnsupportedError(UserError):
 
 class FaultError(HoldfastError):
     """The job was disturbed."""
+
+
+class ComputeError(FaultError):
+    """This rank computes something else than others from the same numbers: its device is not to be trusted."""
 
 
 class PeerLost(FaultError):

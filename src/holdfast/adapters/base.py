@@ -358,6 +358,39 @@ class ProvesBlocks(Protocol):
         """What a suspected run used that was made in the one before it, in words, or empty."""
 
 
+class Others(Protocol):
+    """Blocks of other copies of the model, run in this process without peers.
+
+    Attributes:
+        copy: the one that this process trains; it holds all of it.
+        numbers: copies in the job.
+    """
+
+    copy: int
+    numbers: int
+
+    def feed(self, loader: Any, copy: int) -> Feed | None:
+        """The batches that another copy draws from the same loader; None: that is not known."""
+
+    def act_as(self, copy: int, step: int) -> None:
+        """The block that begins has the random numbers of another copy."""
+
+    def gradients(self) -> int | None:
+        """64-bit digest of what the block has computed; None: nothing."""
+
+    def sum(self, vector: Sequence[int]) -> list[int]:
+        """Over all ranks. Raises: PeerLost."""
+
+
+@runtime_checkable
+class StandsForOthers(Protocol):
+    """What an adapter may also be: one whose ranks hold whole copies, and that runs a block of another one of them."""
+
+    @property
+    def others(self) -> Others | None:
+        """None: each rank holds only a part of a copy."""
+
+
 @runtime_checkable
 class MarksTensors(Protocol):
     """What an adapter may also be: one that sees whether a block has written into a tensor of its batch."""

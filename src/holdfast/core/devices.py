@@ -63,7 +63,7 @@ def certainty(kind: str, what: str) -> Certainty:
     text = what.lower()
     if any(word in text for word in (*_OF_THE_SCRIPT, *_OF_A_PEER)):
         return ""
-    if _BROKEN.search(text):
+    if kind == "ComputeError" or _BROKEN.search(text):
         return "certain"
     return "likely" if any(word in text for word in _SUSPICIOUS) or kind in _TYPES else ""
 

@@ -46,6 +46,7 @@ def open_session(
     memory: int | None = None,
     verify_block: int = 2000,
     verify_data: bool = True,
+    verify_ranks: int = 0,
     nonfinite: NonFinite = "warn",
     override: Iterable[str] = (),
 ) -> Session:
@@ -56,8 +57,7 @@ def open_session(
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
         checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; under ``holdfast run`` its own by default.
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
-            them (or a URL), or ``DIRECTORY@STEP``.
-        seed: of all random numbers of the steps.
+            them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
             least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,
             or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
@@ -72,6 +72,7 @@ def open_session(
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         verify_block: steps between two checks that a block runs again alike, else ImpureBlockError; 0: it cannot.
         verify_data: a process that goes on compares the batches that it draws with those drawn before; else DataError.
+        verify_ranks: steps between two checks that other ranks compute the same from the batch of each; 0: none.
         nonfinite: an optimizer is about to use gradients with inf or nan: ``stop`` before it (NonFiniteError), ``skip``
             the update on all ranks, ``warn`` once and never remove the newest checkpoint before, or ``ignore``.
         override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it has changed; of
@@ -90,12 +91,13 @@ def open_session(
     settings = Settings(
         checkpoint=checkpoint, resume=resume, seed=seed, save=save, save_every_steps=save_every_steps,
         save_every_s=save_every_s, keep=keep, copies=copies, exit_file=exit_file, grace_s=grace_s, memory=memory,
-        verify_block=verify_block, verify_data=verify_data, nonfinite=nonfinite,
+        verify_block=verify_block, verify_data=verify_data, verify_ranks=verify_ranks, nonfinite=nonfinite,
     )  # fmt: skip
     extras, taken = extras_of(state), _names("session(override", override, "lr")
     _require_torch(model)
-    given = (model, optimizer, scheduler, scaler, extras, seed, taken)
-    return Session(partial(_torch_adapter, *given), extras, settings)
+    return Session(
+        partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed, taken), extras, settings
+    )
 
 
 @checked("holdfast.load")

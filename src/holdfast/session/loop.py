@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holdfast.adapters.base import Adapter, Feed
+from holdfast.adapters.base import Adapter, Feed, StandsForOthers
 from holdfast.adapters.values import Plain
 from holdfast.core.page import Phase
 from holdfast.errors import StepError, UsageError
@@ -84,6 +84,8 @@ class Loops:
         self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
         self._anew = False  # that loop is over, and its end seems to be counted from where the job is
         self._feed: Feed | None = None
+        self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
+        self._loader: tuple[Any, int | None] = (None, None)  # of the open loop, with the batches of a step
         self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._bound: Bound = (0, None)  # of the open loop
@@ -197,7 +199,7 @@ class Loops:
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
             feed = grouped(self._adapter.feed(loader), batches)
-        self._feed = feed
+        self._feed, self._loader = feed, (loader, batches)
         self._data = self._compare(feed, loop)
         self._proof.begin(loader)
         first = self.walk.epoch or 0
@@ -237,8 +239,10 @@ class Loops:
             # Left by the script, there are no copies of before what follows; it belongs to the last step's state.
             self._rank.out_of_loop("block" if self.open else "loop")
             self._feed = None
-            if feed is not None:
-                feed.close()
+            for one in (feed, *self._others.values()):
+                if one is not None:
+                    one.close()
+            self._others = {}
 
     def finish(self) -> None:
         """No step follows. Who came in for a lost rank would come into a loop that this one has left before its end."""
@@ -426,6 +430,26 @@ class Loops:
             )
         self._proof.drew(self._rank.step, batches, self.place["at"])
         self._batches.again(batches)
+
+    def batch_of(self, copy: int) -> Any:
+        """What another copy of the model draws for this step. Raises: LookupError: that is not known here."""
+        if self._feed is None:
+            return None  # the block draws it
+        if copy not in self._others:
+            self._others[copy] = self._feed_of(copy)
+        feed = self._others[copy]
+        if feed is None:
+            raise LookupError(copy)
+        feed.seek(self.place["at"])
+        try:
+            return feed.draw(self._epochs)
+        except StopIteration as end:
+            raise LookupError(copy) from end
+
+    def _feed_of(self, copy: int) -> Feed | None:
+        others = self._adapter.others if isinstance(self._adapter, StandsForOthers) else None
+        feed = None if others is None else others.feed(self._loader[0], copy)
+        return None if feed is None else grouped(feed, self._loader[1])
 
     def _load(self, feed: Feed) -> list[Any]:
         batches: list[Any] = []

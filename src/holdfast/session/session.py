@@ -130,9 +130,8 @@ class Session(Repeating):
             watched=client is not None and not library,
         )  # fmt: skip
         self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
-        self._blocks = Blocks(
-            self._rank, self._adapter, self._votes, self, self._finite, settings.verify_block
-        )
+        verify = settings.verify_block, settings.verify_ranks
+        self._blocks = Blocks(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = Common(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
@@ -432,6 +431,10 @@ class Session(Repeating):
     def entered(self, step: int) -> bytes | None:
         """The block of a step has begun."""
         return self._loops.entered(step)
+
+    def batch_of(self, copy: int) -> Any:
+        """What another copy of the model draws for the open step. Raises: LookupError."""
+        return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:
         """The vote of a step comes."""

@@ -38,6 +38,7 @@ class Settings:
         save: object = None,
         memory: int | None = None,
         verify_block: int = 0,
+        verify_ranks: int = 0,
         verify_data: bool = True,
         nonfinite: str = "warn",
     ) -> None:
@@ -54,6 +55,7 @@ class Settings:
         self.exit_file = None if exit_file is None else Path(_text("exit_file", exit_file)).absolute()
         self.grace_s = None if grace_s is None else _seconds("grace_s", grace_s, zero=True)
         self.verify_block = _whole("verify_block", verify_block, 0)
+        self.verify_ranks = _whole("verify_ranks", verify_ranks, 0)
         self.verify_data = bool(verify_data)
         self.nonfinite = checked_mode(nonfinite)
         self.memory = None if memory is None else _whole("memory", memory, 0)

@@ -22,6 +22,7 @@ from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.finite import Finite
 from holdfast.session.prove import Prover, place_in_script
 from holdfast.session.rank import Rank
+from holdfast.session.recompute import Recompute
 from holdfast.session.unbound import bind
 from holdfast.session.votes import Votes
 from holdfast.wording import plural
@@ -54,6 +55,9 @@ class Owner(Protocol):
 
     def rewound(self, step: Step) -> None:
         """The job has gone back while ``step`` was about to begin."""
+
+    def batch_of(self, copy: int) -> Any:
+        """The batch of the open step that another copy of the model draws. Raises: LookupError: not known."""
 
 
 EMPTY_MAX = 10
@@ -157,15 +161,22 @@ class Blocks:
         votes: of this rank.
         owner: the session.
         finite: looks at gradients.
-        verify_block: steps between two checks of what a block computes; 0: none.
+        verify: steps between two checks of what a block computes, and between two on other ranks; 0: none.
     """
 
     def __init__(
-        self, rank: Rank, adapter: Adapter, votes: Votes, owner: Owner, finite: Finite, verify_block: int = 0
+        self,
+        rank: Rank,
+        adapter: Adapter,
+        votes: Votes,
+        owner: Owner,
+        finite: Finite,
+        verify: tuple[int, int] = (0, 0),
     ) -> None:
         self._finite = finite
         self._rank = rank
-        self._prover = Prover(adapter, verify_block, adapter.world_size)
+        self._prover = Prover(adapter, verify[0], adapter.world_size)
+        self._recompute = Recompute(adapter, verify[1], owner.batch_of)
         self._votes = votes
         self._adapter = adapter
         self._owner = owner
@@ -223,11 +234,33 @@ class Blocks:
         self._rank.note_local(self._owner.entered(step.number), step.number)
         self._current = step
         step.rehearsal = alone or (not joining and self._is_alone(step))
+        if not step.rehearsal:
+            if not self._meet(step):
+                if self._rank.step != step.number:
+                    self._owner.rewound(step)
+                self.begin(step)
+                return
+            step.rehearsal = self._recompute.runs
+        self._recompute.seed(step)
         self._adapter.shield()
         self._rank.enter(Phase.FORWARD)
 
     def _is_alone(self, step: Step) -> bool:
-        return self._rehearse(step) or self._prover.alone(step)
+        return self._rehearse(step) or self._prover.alone(step) or self._recompute.alone(step)
+
+    def _meet(self, step: Step) -> bool:
+        """Compare what ranks compute, where it is time; False: a fault has come, and the block begins again."""
+        self._rank.enter(Phase.VOTE)
+        try:
+            if self._recompute.meet(step):
+                return True
+        except PeerLost:
+            pass
+        except BaseException as error:
+            self._give_up(step, error)
+            raise
+        self._abort(step)
+        return False
 
     def _rehearse(self, step: Step) -> bool:
         if self._idle == (step.number, step.part):
@@ -288,6 +321,7 @@ class Blocks:
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             self._prover.note(step)
+            self._recompute.note()
             raise StepAborted("rehearsal")
         if not self._prover.confirms(step):
             step.rehearsal = True
@@ -348,11 +382,14 @@ class Blocks:
                     raise
             self._abort(step)
             return True
-        if self._is_fault(error) or (step.rehearsal and self._prover.excuses(step, error)):
+        if self._is_fault(error) or self._excuses(step, error):
             self._abort(step)
             return True
         self._give_up(step, error)
         return False
+
+    def _excuses(self, step: Step, error: BaseException) -> bool:
+        return step.rehearsal and (self._recompute.excuses(error) or self._prover.excuses(step, error))
 
     def _note_idle(self, step: Step) -> None:
         if step.rehearsal and not step.updated:

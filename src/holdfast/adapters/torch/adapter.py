@@ -39,6 +39,7 @@ from holdfast.adapters.torch.leftover import Leftover
 from holdfast.adapters.torch.marks import duplicate, mark, share_memory
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
 from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refuse_searching
+from holdfast.adapters.torch.others import Others
 from holdfast.adapters.torch.parts import Parts
 from holdfast.adapters.torch.proof import Suspicion, computed_in, found_by
 from holdfast.adapters.torch.rendezvous import control_client
@@ -66,8 +67,7 @@ class TorchAdapter:
 
     Args:
         model: a module, or modules by name; wrapped (DDP, ``fully_shard``, compile) as for training.
-        optimizer: one, a list, or a dict by name.
-        scheduler: one, a list, or a dict by name.
+        optimizer, scheduler: one, a list, or a dict by name.
         scaler: a ``GradScaler`` or None.
         extras: further state by name.
         seed: of all random numbers.
@@ -515,6 +515,11 @@ class TorchAdapter:
     def partial(self) -> bool:
         """This rank alone has no whole copy of the model."""
         return self._copy.numbers != self.world_size
+
+    @property
+    def others(self) -> Others | None:
+        """Blocks of other ranks, run here (``adapters.base.StandsForOthers``)."""
+        return None if self.partial else Others(self._fabric, self.state, self._seed, self._copy)
 
     def found(self) -> Mapping[str, int]:
         """What the block finds."""

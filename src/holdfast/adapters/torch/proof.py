@@ -33,12 +33,16 @@ def found_by(state: TorchState) -> dict[str, int]:
     return found
 
 
-def computed_in(state: TorchState) -> dict[str, int]:
-    """Digests of each gradient and each buffer. Empty: there is no gradient. Waits for the device."""
-    found: dict[str, int] = {}
+def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
+    """The digest of each gradient, by the name of its parameter. Waits for the device."""
     for name, parameter in state.names.parameters.items():
         if parameter.grad is not None:
-            found[f"the gradient of {name}"] = _digest(parameter.grad)
+            yield name, _digest(parameter.grad)
+
+
+def computed_in(state: TorchState) -> dict[str, int]:
+    """Digests of each gradient and each buffer. Empty: there is no gradient. Waits for the device."""
+    found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
     if not found:
         return found
     for slot in state.names.buffers:

@@ -1,0 +1,132 @@
+"""Which rank computes something else: the gradients of one batch, computed by several ranks.
+
+Theory. A wrong gradient of one rank is added into all copies of the state, which stay equal: to compare copies cannot
+show it. So the block of each rank is run by others as well, with its batch and its random numbers, without peers, and
+digests of the gradients are compared. The batch of copy ``owner`` is computed by itself (offset 0), by the copy before
+it (offset 1) and, where two differ, by the one before that (offset 2; of two copies by the owner again). All results
+travel in one sum over all ranks, in which each place is written by one of them.
+
+Invariants:
+1. All ranks read the same verdict: it is a function of the sum.
+2. A rank is named only where two ranks agree against one of its results.
+3. Nothing is concluded where no two ranks agree: a block may depend on the rank that runs it, and kernels may add in
+   any order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+OFFSETS = 3
+AT_FIRST = 2
+"""Offsets that are computed at each check; the last one is asked for where two differ."""
+
+_NOT_YET, _RAN, _UNABLE = 0, 1, 2
+_WORDS = 3
+_WRAP = 1 << 64
+
+Outcome = Literal["agree", "ask", "wrong", "unlike", "unclear", "nothing"]
+
+
+class Ran(NamedTuple):
+    """One run: 64-bit digests of its batch and of its gradients."""
+
+    batch: int
+    gradients: int
+
+
+class Verdict(NamedTuple):
+    """What the results say.
+
+    Attributes:
+        outcome: ``agree``; ``ask``: two differ, and a third result is not there yet; ``wrong``: ``ranks`` are;
+            ``unlike``: of ``ranks``, others draw another batch; ``unclear``: batches of ``ranks`` give different
+            gradients, and no two ranks agree; ``nothing`` was compared.
+    """
+
+    outcome: Outcome
+    ranks: tuple[int, ...] = ()
+
+
+def executor(owner: int, offset: int, copies: int) -> int:
+    """The copy that computes the batch of ``owner`` at ``offset``, of ``copies``."""
+    return (owner - offset) % copies
+
+
+def owner_of(copy: int, offset: int, copies: int) -> int:
+    """Whose batch ``copy`` computes at ``offset``."""
+    return (copy + offset) % copies
+
+
+def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
+    """The results of one copy by offset, None where it is not able to, as a vector that is summed; int64.
+
+    Returns:
+        ``copies * OFFSETS * 3`` words, all zero but those of this copy.
+    """
+    vector = [0] * (copies * OFFSETS * _WORDS)
+    for offset, result in ran.items():
+        at = (owner_of(copy, offset, copies) * OFFSETS + offset) * _WORDS
+        if result is None:
+            vector[at] = _UNABLE
+        else:
+            vector[at : at + _WORDS] = [_RAN, _signed(result.batch), _signed(result.gradients)]
+    return vector
+
+
+def read(sums: Sequence[int], copies: int) -> Verdict:
+    """The verdict of all ranks.
+
+    Example:
+        >>> one = [encode(copy, 2, {0: Ran(copy, 7), 1: Ran(1 - copy, 7)}) for copy in (0, 1)]
+        >>> read([a + b for a, b in zip(*one)], 2).outcome
+        'agree'
+    """
+    unlike: set[int] = set()
+    wrong: set[int] = set()
+    unclear: set[int] = set()
+    waiting = compared = False
+    for owner in range(copies):
+        by_value: dict[int, set[int]] = defaultdict(set)
+        batches: set[int] = set()
+        third = _NOT_YET
+        for offset in range(OFFSETS):
+            at = (owner * OFFSETS + offset) * _WORDS
+            state, batch, gradients = sums[at : at + _WORDS]
+            third = state
+            if state == _RAN:
+                batches.add(batch)
+                by_value[gradients].add(executor(owner, offset, copies))
+        ranks = set().union(*by_value.values())
+        compared = compared or len(ranks) > 1
+        if len(batches) > 1:
+            unlike.add(owner)
+        elif len(by_value) > 1:
+            if third == _NOT_YET:
+                waiting = True
+            agreed = [value for value, found in by_value.items() if len(found) > 1]
+            if len(agreed) == 1:
+                wrong |= set().union(*(found for value, found in by_value.items() if value != agreed[0]))
+            else:
+                unclear.add(owner)
+    return _verdict(unlike, wrong, unclear, waiting=waiting, compared=compared)
+
+
+def _verdict(
+    unlike: set[int], wrong: set[int], unclear: set[int], *, waiting: bool, compared: bool
+) -> Verdict:
+    if unlike:
+        return Verdict("unlike", tuple(sorted(unlike)))
+    if waiting:
+        return Verdict("ask")
+    if wrong:
+        return Verdict("wrong", tuple(sorted(wrong)))
+    if unclear:
+        return Verdict("unclear", tuple(sorted(unclear)))
+    return Verdict("agree" if compared else "nothing")
+
+
+def _signed(word: int) -> int:
+    return (word + _WRAP // 2) % _WRAP - _WRAP // 2
