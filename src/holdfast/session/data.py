@@ -2,7 +2,9 @@
 
 Theory. Ranks that a sampler deals to must have the same dataset: one that is shorter ends its epoch earlier, other
 samples are trained on twice or never. The first rank to come says what it has, all others compare: no collective, so a
-newcomer does it alone. With the checkpoint a difference may be meant (more data), so it is only said.
+newcomer does it alone. Ranks that bring data of their own may have other data, but not more of it: an epoch ends on
+each rank at another step then, which is said once. With the checkpoint a difference may be meant (more data), so it is
+only said.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from holdfast.adapters.base import DataIdentity
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.client import Client
 from holdfast.store.values import decode_values, encode_values
+from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
 
@@ -24,7 +27,7 @@ def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataId
     Raises:
         UsageError: it has other data.
     """
-    if client is None or not mine.shared:
+    if client is None:
         return
     words = encode_values([rank, *mine], "data")
     reply = client.kv("compare_set", (f"holdfast/data/{loop}",), value=words)
@@ -32,10 +35,28 @@ def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataId
         log.warning("holdfast: the data of the ranks was not compared: %s", reply.error)
         return
     other, *theirs = _words(reply.value)
-    if difference := mine.differs(DataIdentity(*theirs)):
+    if not mine.shared:
+        _tell_lengths(client, rank, loop, mine.length, int(other), int(theirs[0]))
+    elif difference := mine.differs(DataIdentity(*theirs)):
         raise UsageError(
             f"rank {rank} and rank {other} draw from different datasets: here are {difference}",
             hint="give every rank the same dataset (the same files on every node)",
+        )
+
+
+def _tell_lengths(client: Client, rank: int, loop: int, mine: int, other: int, theirs: int) -> None:
+    """Warn, on the first rank that finds it."""
+    if mine == theirs:
+        return
+    reply = client.kv("compare_set", (f"holdfast/data/{loop}/told",), value=str(rank).encode())
+    if not reply.error and reply.value == str(rank).encode():
+        log.warning(
+            "holdfast: rank %d draws from %s, rank %d from %d, and no sampler shares them: an epoch ends at another "
+            "step on each rank; give every rank the same dataset with a DistributedSampler, or as many samples",
+            rank,
+            plural(mine, "sample"),
+            other,
+            theirs,
         )
 
 

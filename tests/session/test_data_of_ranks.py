@@ -1,0 +1,48 @@
+"""Datasets of the ranks, compared through the agent's store."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import pytest
+
+from holdfast.adapters.base import DataIdentity
+from holdfast.core.messages import KvReply
+from holdfast.errors import UsageError
+from holdfast.runtime.client import Client
+from holdfast.session.data import compare_with_ranks
+
+
+class Store:
+    """The store of an agent, as far as it is needed."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> Any:
+        assert op == "compare_set"
+        return KvReply(request_id=0, ok=True, value=self.values.setdefault(keys[0], value))
+
+
+def warnings_of(lengths: list[int], caplog: pytest.LogCaptureFixture, *, shared: bool = False) -> list[str]:
+    client = cast(Client, Store())
+    caplog.set_level(logging.WARNING, "holdfast")
+    for rank, length in enumerate(lengths):
+        compare_with_ranks(client, rank, 0, DataIdentity(length, "", shared))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_other_lengths_without_a_sampler_that_shares_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = warnings_of([64, 64, 72, 80], caplog)
+    assert said.startswith(
+        "holdfast: rank 2 draws from 72 samples, rank 0 from 64, and no sampler shares them: "
+    )
+
+
+def test_equal_lengths_are_no_matter_and_other_lengths_of_a_shared_dataset_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert warnings_of([64, 64], caplog) == []
+    with pytest.raises(UsageError, match="rank 1 and rank 0 draw from different datasets"):
+        warnings_of([64, 72], caplog, shared=True)
