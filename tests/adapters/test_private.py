@@ -30,7 +30,11 @@ OF_PYTHON = {
     "_run_exitfuncs",
     "_value_",
 }
-OF_OTHERS = {"_StorageInfo"}  # a name in the metadata of DCP, never looked up in torch
+OF_OTHERS = {
+    "_StorageInfo",  # a name in the metadata of DCP, never looked up in torch
+    "_set_sync_gradients",  # of accelerate
+    "_dataloader",  # of Lightning Fabric
+}
 
 
 @pytest.mark.parametrize("use", uses_of(version_of(torch.__version__)), ids=lambda use: use.path)

@@ -35,9 +35,7 @@ def warnings_of(lengths: list[int], caplog: pytest.LogCaptureFixture, *, shared:
 
 def test_other_lengths_without_a_sampler_that_shares_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = warnings_of([64, 64, 72, 80], caplog)
-    assert said.startswith(
-        "holdfast: rank 2 draws from 72 samples, rank 0 from 64, and no sampler shares them: "
-    )
+    assert "rank 2 draws from 72 samples, rank 0 from 64, and no sampler shares them: " in said
 
 
 def test_equal_lengths_are_no_matter_and_other_lengths_of_a_shared_dataset_an_error(

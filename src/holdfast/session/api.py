@@ -66,9 +66,8 @@ def open_session(
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
-            It is that of the job: a replacement, and a start from a checkpoint of another rank, have that of another
-            rank (``Session.own`` is one rank's). What a block that does not count changes is put back, but not in
-            iterables and objects of more than 65536 numbers: change those after ``optimizer.step()``.
+            It is the job's, that of any rank (``Session.own`` is one rank's). What a block that does not count changes
+            is put back; iterables and objects of more than 65536 numbers: change those after ``optimizer.step()``.
         exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
         verify_block: steps between two checks that a block runs again alike, else ImpureBlockError; 0: it cannot.
         verify_data: a process that goes on compares the batches that it draws with those drawn before; else DataError.
@@ -95,9 +94,8 @@ def open_session(
     )  # fmt: skip
     extras, taken = extras_of(state), _names("session(override", override, "lr")
     _require_torch(model)
-    return Session(
-        partial(_torch_adapter, model, optimizer, scheduler, scaler, extras, seed, taken), extras, settings
-    )
+    given = (model, optimizer, scheduler, scaler, extras, seed, taken)
+    return Session(partial(_torch_adapter, *given), extras, settings)
 
 
 @checked("holdfast.load")

@@ -43,7 +43,7 @@ class Recompute:
     """
 
     def __init__(self, adapter: Any, every: int, batch_of: Callable[[int], Any]) -> None:
-        self._every = every if adapter.world_size > 1 else 0
+        self._every = every if every and adapter.world_size > 1 else 0
         self._batch_of = batch_of
         self._adapter = adapter
         others: Others | None = None

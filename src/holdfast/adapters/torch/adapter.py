@@ -594,9 +594,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in a module's output."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)

@@ -238,6 +238,13 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     return ReplaySource(loader, seed, rank)
 
 
+def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
+    """The loader inside Fabric's, which sets the epoch of its sampler by a count of this process; and its device."""
+    if type(loader).__name__ != "_FabricDataLoader":
+        return loader, None
+    return loader._dataloader, loader.device
+
+
 def _prepared_source(loader: Any, seed: int) -> Source:
     """What ``accelerator.prepare`` made of a DataLoader: the sampler draws for the whole job, as on rank 0."""
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):

@@ -10,7 +10,7 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from holdfast.adapters.torch.copies import Copy
-from holdfast.adapters.torch.data import Feed, MapSource, make_source
+from holdfast.adapters.torch.data import Feed, MapSource, make_source, unwrapped
 from holdfast.adapters.torch.fabric import Fabric
 from holdfast.adapters.torch.proof import gradients_in
 from holdfast.adapters.torch.rng import reseed, reseed_generators
@@ -36,9 +36,7 @@ class Others:
 
     def feed(self, loader: Any, copy: int) -> Feed | None:
         """The batches that another copy draws from the same loader; None: that is not known."""
-        device = None
-        if type(loader).__name__ == "_FabricDataLoader":
-            loader, device = loader._dataloader, loader.device
+        loader, device = unwrapped(loader)
         if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
             return None
         sampler: Any = loader.sampler
