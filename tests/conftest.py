@@ -1,7 +1,8 @@
-"""Order of the whole suite, and the smallest of all disks."""
+"""Order of the whole suite, a logger that no test has changed, and the smallest of all disks."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with many jobs of processes first: the last minutes are not spent on one of them by one worker alone."""
     jobs = Counter(item.path for item in items if item.get_closest_marker("processes") is not None)
     items.sort(key=lambda item: (not jobs[item.path], item.path.parent.name != "drill", -jobs[item.path]))
+
+
+@pytest.fixture(autouse=True)
+def logger_of_before() -> Iterator[None]:
+    """A session gives the logger a handler or a filter: what the next test reads must not depend on that."""
+    log = logging.getLogger("holdfast")
+    filters, handlers, level, propagate = list(log.filters), list(log.handlers), log.level, log.propagate
+    yield
+    log.filters[:], log.handlers[:], log.propagate = filters, handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.fixture
