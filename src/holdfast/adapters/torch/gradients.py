@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -26,9 +26,8 @@ class Gradients:
     def nonfinite(self, optimizer: str) -> str:
         """Of the named optimizer, or of all of them where no scaler judges them one by one."""
         found = [g for _, g in self._of(optimizer) if g.numel()]
-        # One number for all of them: nan and inf come through every norm.
         with torch.no_grad():
-            if not found or bool(torch.isfinite(get_total_norm(found, float("inf")))):
+            if _are_finite(found):
                 return ""
             named = self._of(optimizer)
             return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
@@ -46,3 +45,16 @@ class Gradients:
             if parameter.grad is not None and id(parameter) in used:
                 gradient = private.local_tensor(parameter.grad)
                 yield name, gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _are_finite(found: Sequence[torch.Tensor]) -> bool:
+    """Whether all numbers are, by one number for many: nan and inf come through each sum and each norm.
+
+    False is not certain: a sum of finite numbers may be inf. A norm takes 15 times as long as a sum on a CPU; on a
+    device the sums would be one kernel each.
+    """
+    near = [g for g in found if g.device.type == "cpu"]
+    far = [g for g in found if g.device.type != "cpu"]
+    return all(bool(torch.isfinite(g.sum())) for g in near) and (
+        not far or bool(torch.isfinite(get_total_norm(far, float("inf"))))
+    )
