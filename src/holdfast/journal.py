@@ -7,11 +7,16 @@ One JSON object per line::
 ``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
 the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is taken from the file, not from
 memory. Appending first cuts off the torn line of a writer that died.
+
+Room. A decision is written down before it is made, so a run whose log has no room can neither recover nor end. A daemon
+keeps room behind the end of the log: blocks that belong to this file already (``fallocate``), which the prints of a
+script cannot take. Where the file system cannot do that, or the room is used up, an append waits for room.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -30,10 +35,14 @@ SCHEMA_VERSION = 1
 LINE_SIZE_BYTES_MAX = 1024 * 1024
 ROOM_WAIT_S = 120.0  # of a daemon
 ROOM_LOOK_S = 0.2
+ROOM_KEPT_BYTES = (
+    256 * 1024
+)  # behind the end of a daemon's log; at least half of it is there on a disk that gets full
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
 _TAIL_SIZE_BYTES = 64 * 1024
 _BLOCK_SIZE_BYTES = 1024 * 1024
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*: the file does not become longer; free the blocks
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -196,14 +205,17 @@ class Journal:
         self._fd = fd
         self._end = -1  # offset up to which ``_seq`` is known
         self._seq = 0
+        self._kept_end = 0  # offset up to which the file has its blocks
+        if room_wait_s:
+            self._keep_room(os.fstat(fd).st_size)
 
     @classmethod
     def open(cls, path: Path, who: str, *, room_wait_s: float = 0.0) -> Self:
         """Open or make the log (0600).
 
         Args:
-            room_wait_s: on a full disk an append waits so long for room. What it announces waits with it; a process
-                that ended instead would take along what it knows.
+            room_wait_s: of a daemon: room is kept for its lines. Where that is used up, an append waits so long for
+                more. What it announces waits with it; a process that ended instead would take along what it knows.
 
         Raises:
             OSError: it cannot be written.
@@ -214,6 +226,10 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+    def give_back_room(self) -> None:
+        """After the last line of a run: what was kept behind it is free again."""
+        _allocate(self._fd, _KEEP_SIZE | _PUNCH_HOLE, os.fstat(self._fd).st_size, 2 * ROOM_KEPT_BYTES)
 
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
@@ -257,9 +273,16 @@ class Journal:
             self._write(line)
             self._end += len(line)
             self._seq = event.seq
+            if self.room_wait_s and self._end > self._kept_end - ROOM_KEPT_BYTES // 2:
+                self._keep_room(self._end)
             return event
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _keep_room(self, end: int) -> None:
+        """Let the file have the blocks behind ``end``; a disk without room keeps what there is."""
+        if _allocate(self._fd, _KEEP_SIZE, end, ROOM_KEPT_BYTES):
+            self._kept_end = end + ROOM_KEPT_BYTES
 
     def _write(self, line: bytes) -> None:
         try:
@@ -271,8 +294,12 @@ class Journal:
                     str(self.path),
                 )
         except OSError:
-            os.ftruncate(self._fd, self._end)
+            self._cut_at(self._end)
             raise
+
+    def _cut_at(self, end: int) -> None:
+        os.ftruncate(self._fd, end)
+        self._kept_end = 0  # the file has given up all behind it
 
     def _catch_up(self) -> None:
         """Learn what others appended: the last number, and whether the last line is whole."""
@@ -288,9 +315,15 @@ class Journal:
                 break
             back_bytes *= 4
         if whole < len(tail):
-            os.ftruncate(self._fd, start + whole)
+            self._cut_at(start + whole)
         self._end = start + whole
         self._seq = _last_seq(tail[:whole]) or 0
+
+
+def _allocate(fd: int, mode: int, start: int, size_bytes: int) -> bool:
+    """Take or free blocks of a file; False: this file system cannot, or has none."""
+    failed = ctypes.CDLL(None).fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(size_bytes))
+    return not failed
 
 
 def _last_seq(data: bytes) -> int | None:

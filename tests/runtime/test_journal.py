@@ -17,7 +17,7 @@ import pytest
 
 from holdfast import journal
 from holdfast.errors import ProtocolError
-from holdfast.journal import Journal
+from holdfast.journal import ROOM_KEPT_BYTES, Journal
 
 
 def test_append_read_and_numbers(tmp_path: Path) -> None:
@@ -186,3 +186,17 @@ def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
     waiting.join()
     log.close()
     assert journal.read(tiny_disk / "events.jsonl").events[-1].kind == "after"
+
+
+def test_a_full_disk_has_room_for_the_lines_of_a_daemon(tiny_disk: Path) -> None:
+    """A tenth of a MiB of them; when the run is over its disk has that back."""
+    log = Journal.open(tiny_disk / "events.jsonl", "a", room_wait_s=1.0)
+    with pytest.raises(OSError, match="No space"), (tiny_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    for number in range(100):
+        log.append("line", {"number": number, "text": "x" * 1000})
+    log.give_back_room()
+    log.close()
+    assert len(journal.read(tiny_disk / "events.jsonl").events) == 100
+    (tiny_disk / "more").write_bytes(bytes(ROOM_KEPT_BYTES // 2))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreWriteError
+from holdfast.exits import Exit
 from holdfast.store.root import Root
 from tests.runtime.runs import until
 from tests.session.launch import run_job
@@ -69,6 +70,18 @@ def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Pat
     assert f"rank 1 could not save step {STEPS}: no memory for a copy" in done.stdout
     newest = Root(tmp_path / "ckpt").newest_valid(deep=True).require()
     assert newest.save_id is not None and (newest.step, newest.save_id.kind) == (STEPS, "final")
+
+
+@pytest.mark.processes
+def test_every_rank_says_what_the_disk_of_one_has_said(tmp_path: Path) -> None:
+    """The run ended with the words of the other rank, or those of this one, as it came: "its log says why"."""
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")), "stays")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    (log,) = tmp_path.glob("runs/*/attempt-000/rank-00000.log")
+    assert f"step {STEPS} is not saved: rank 1: cannot write {tmp_path / 'ckpt'}" in log.read_text()
+    last = [line for line in done.stdout.splitlines() if line.startswith("error: ")][-1]
+    assert "File too large" in last and str(tmp_path / "ckpt") in last
+    assert "raise the file size limit" in done.stdout
 
 
 @pytest.mark.parametrize("full", ["memory", "disk"])

@@ -267,11 +267,12 @@ class Launcher:
         self._telling.recoveries(screen, self._write_reports)
 
     def _show_room(self, screen: Screen) -> None:
-        """On a full disk training goes on, but nothing can be decided: a decision is written down before it is made."""
+        """On a full disk training goes on; what is decided is written where room was kept for it."""
         left = os.statvfs(self.run_dir.path).f_bavail
         if not left and self._had_room:
             screen.say(
-                f"warning: no room for the event log: a fault now waits for it (df -h {self._place()})"
+                "warning: the disk is full: logs lose lines, and few faults can still be answered "
+                f"(df -h {self._place()})"
             )
         self._had_room = left > 0
 

@@ -248,7 +248,7 @@ class AgentDaemon:
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
         self._journal.append("agent_ended", {"code": self._over.result(), "step": step})
-        self._journal.close()
+        self._journal.close(over=True)
 
     # ------------------------------------------------------------ beginnings
 

@@ -63,10 +63,12 @@ class Scribe:
         self._lines.put(written)
         written.wait()
 
-    def close(self) -> None:
-        """The same, then close the file."""
+    def close(self, over: bool = False) -> None:
+        """The same, then close the file; ``over``: so is the run, and what was kept for its lines is free again."""
         self._lines.put(None)
         self._thread.join()
+        if over:
+            self._journal.give_back_room()
         self._journal.close()
 
     def _write(self) -> None:

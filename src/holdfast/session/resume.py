@@ -42,6 +42,7 @@ from holdfast.errors import (
 )
 from holdfast.runtime.client import Client
 from holdfast.runtime.owners import planted
+from holdfast.session.why import KEY_TIMEOUT_S, hear_why, tell_why
 from holdfast.store.layout import Catalogue, TensorMeta
 from holdfast.store.lineage import lineage_of
 from holdfast.store.place import Place, place_of
@@ -51,9 +52,6 @@ from holdfast.store.validity import Validity
 from holdfast.wording import closest, plural
 
 log = logging.getLogger("holdfast")
-
-KEY_TIMEOUT_S = 600.0
-WHY_LENGTH_MAX = 4000
 
 
 class Resumed(NamedTuple):
@@ -241,15 +239,16 @@ class Resume:
         for path in found.paths:
             loaded, reason, fatal = self._try(path, built)
             if fatal is not None:
-                self._tell_why(fatal)
+                tell_why(self._client, self._why_key(), self._adapter.rank, fatal)
             all_loaded, stopped = self._agree([int(loaded is not None), int(fatal is not None)])
             if all_loaded == self._adapter.world_size:
                 return loaded
             if stopped:
                 if fatal is None:
-                    told = f"{path} cannot be loaded by {plural(stopped, 'rank')}; {self._hear_why()}"
+                    why, hint = hear_why(self._client, self._why_key())
+                    told = f"{path} cannot be loaded by {plural(stopped, 'rank')}; {why}"
                     log.error("holdfast: %s", told)
-                    fatal = CheckpointMismatch(told)
+                    fatal = CheckpointMismatch(told, hint=hint)
                 # Nobody leaves before all have heard and told why: the first one who does ends the run.
                 self._agree([0])
                 raise fatal
@@ -324,19 +323,8 @@ class Resume:
         replies = [client.kv("get", (each,)).value for each in sorted(set(known))]
         return frozenset(name for reply in replies for name in json.loads(zlib.decompress(reply)))
 
-    def _why_key(self) -> tuple[str]:
-        assert self._client is not None
-        return (f"holdfast/resume/{self._client.generation}/why",)
-
-    def _tell_why(self, error: Exception) -> None:
-        """Before the ranks agree: those that could load it shall stop with the reason, not with a riddle."""
-        if self._client is not None:
-            text = f"rank {self._adapter.rank}: {error}"
-            self._client.kv("set", self._why_key(), text[:WHY_LENGTH_MAX].encode())
-
-    def _hear_why(self) -> str:
-        assert self._client is not None
-        return self._client.kv("get", self._why_key(), timeout_s=KEY_TIMEOUT_S).value.decode()
+    def _why_key(self) -> str:
+        return f"holdfast/resume/{self._client.generation}/why" if self._client is not None else ""
 
     def _try(self, path: Place, built: Collection[str]) -> tuple[Resumed | None, str, Exception | None]:
         """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""

@@ -35,6 +35,7 @@ from holdfast.session.pace import Pace
 from holdfast.session.rank import POLL_S, TEXT_LENGTH_MAX, Rank
 from holdfast.session.verify import Verifier
 from holdfast.session.votes import Votes
+from holdfast.session.why import hear_why, tell_why
 from holdfast.store.background import BackgroundSaver
 from holdfast.store.complete import catalogue_of
 from holdfast.store.layout import Catalogue
@@ -267,16 +268,16 @@ class Saver:
             written = write_share(
                 root, save_id, catalogue, made, rank, collected, values, own, threads=threads
             )
-        except HoldfastError:
+        except HoldfastError as error:
+            tell_why(self._rank.client, _why_key(save_id), rank, error)
             self.all_say(False)  # the others wait for this share, and are at theirs no more
             self._abandon(save_id)
             raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
         self._done(save_id, written)
         if not self.all_say(True):
-            raise StoreWriteError(
-                f"step {save_id.step}: another rank could not write its share", hint="its log says why"
-            )
+            why, hint = hear_why(self._rank.client, _why_key(save_id))
+            raise StoreWriteError(f"step {save_id.step} is not saved: {why}", hint=hint)
         self.saved(save_id.step)
         return written.sealed or self._await_seal(root / save_id.directory())
 
@@ -543,3 +544,7 @@ class Saver:
             self._done(save_id, error)
         else:
             self._done(save_id, written)
+
+
+def _why_key(save_id: SaveId) -> str:
+    return f"holdfast/unsaved/{save_id.directory()}"
