@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -30,6 +32,7 @@ from holdfast.core.messages import (
     Message,
     Rolled,
     Send,
+    SetTimer,
     Tick,
 )
 
@@ -88,6 +91,24 @@ def test_a_trial_binds_nobody_and_a_vote_is_given_once() -> None:
     ((_, answer),) = said(post(machine, ask), VoteSaid)
     assert isinstance(answer, VoteSaid) and not answer.granted
     assert (machine.kept.term, machine.kept.voted_for) == (1, B)
+
+
+def test_who_has_voted_waits_until_the_controller_of_that_one_is_up() -> None:
+    """On a crowded host it starts in seconds; three agents deposed each other for a minute, and gave up."""
+    machine, electorate, waits = agent(A, nodes(A, B, C)), Electorate(0, 1, (A, B, C)), []
+    for term in range(1, 6):
+        vote = post(machine, VoteAsk(candidate=B, term=term, electorate=electorate, trial=False))
+        timers = {c.name: c.delay_s for c in vote if isinstance(c, SetTimer)}
+        assert timers["alone"] > timers["campaign"]
+        waits.append(timers["campaign"])
+        trial = VoteAsk(candidate=C, term=term + 1, electorate=electorate, trial=True)
+        ((_, answer),) = said(post(machine, trial), VoteSaid)
+        assert isinstance(answer, VoteSaid) and not answer.granted
+    assert [later / first for first, later in pairwise(waits)][:2] > [1.5, 1.5] and max(waits) < 10
+    post(machine, Tick(name="campaign"))
+    trial = VoteAsk(candidate=C, term=6, electorate=electorate, trial=True)
+    ((_, answer),) = said(post(machine, trial), VoteSaid)
+    assert isinstance(answer, VoteSaid) and answer.granted
 
 
 def test_who_hears_a_leader_deposes_nobody_and_says_who_it_is() -> None:

@@ -48,6 +48,7 @@ SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
 ASK_S = 5.0  # for the answer of an agent
 ROOM_WAIT_S = 120.0  # as long as for a node
+KEYS = (signal.SIGINT, signal.SIGQUIT)
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 
 HINT = "next: "
@@ -231,8 +232,10 @@ class Launcher:
             self._answered += 1
             grace_s = self.request.settings.grace_s
             source = "Ctrl-C" if number is signal.SIGINT else number.name
+            # A key means the job; another signal, of a scheduler, may mean this node alone.
+            node = "" if number in KEYS else self.request.settings.node_of_several
             order = (
-                ExitRun(grace_s=grace_s, source=source)
+                ExitRun(grace_s=grace_s, source=source, node_id=node)
                 if first
                 else StopRun(reason=f"second signal: {source}")
             )
@@ -341,7 +344,7 @@ class Launcher:
             say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
-            if code is Exit.REQUEUE and NOWHERE in view.reason:
+            if code is Exit.REQUEUE and (NOWHERE in view.reason or view.left):
                 say(f"  why: {first_line(view.reason)}")
             if code is Exit.REQUEUE:
                 say(f"  next: {again(view)}")

@@ -221,6 +221,8 @@ def first_line(text: str) -> str:
 
 def again(view: RunView) -> str:
     """The next command after an end before the last step: where it goes on, and what is lost."""
+    if view.left:
+        return "start the same command to give the job this node again"
     if not view.session:
         return "start the same command: it begins where the script itself resumes"
     if view.cut_off:

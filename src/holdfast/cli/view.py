@@ -25,6 +25,7 @@ from holdfast.runtime.spawn import log_root
 SPEED_WINDOW_S = 10.0
 LOST_AFTER_S = 15.0
 STEPS_SHOWN = 8
+LEFT = "this node has left the job, which goes on on other nodes"
 
 State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 
@@ -128,6 +129,7 @@ class RunView(msgspec.Struct):
     command: list[str]
     root: str = ""  # where its session saves
     spares: list[SpareView] = []
+    left: bool = False  # this node alone has; the job goes on on the others
     cut_off: bool = False  # from the majority of the nodes: others may have gone on, or saved more
 
 
@@ -162,6 +164,11 @@ class Story:
         self.slow: dict[int, float] = {}  # stragglers: rank -> ratio
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
+
+    @property
+    def left(self) -> bool:
+        """This node has left a job that goes on."""
+        return self.ended is not None and bool(self.ended.get("left"))
 
     @property
     def recovering(self) -> bool:
@@ -375,7 +382,7 @@ class Watch:
             logs=str(log_path(self.log_dir, max(story.attempt, 0), 0).parent),
             state=self._state(ranks),
             code=code,
-            meaning="" if code is None else meaning(Exit(code), story.session),
+            meaning="" if code is None else LEFT if story.left else meaning(Exit(code), story.session),
             reason="" if story.ended is None else str(story.ended["reason"]),
             workers=settings.nproc,
             attempt=story.attempt,
@@ -395,6 +402,7 @@ class Watch:
             command=list(settings.command),
             root=story.root,
             spares=self._spares(),
+            left=story.left,
             cut_off=story.cut_off,
         )
 

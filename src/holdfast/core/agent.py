@@ -171,7 +171,8 @@ class Agent:
             case JobFormed():
                 self._begun = True
             case LauncherGone():
-                self._ask_exit(now, ExitRun(grace_s=self.config.grace_s, source="launcher lost"))
+                own, grace_s = self.config.node_of_several, self.config.grace_s
+                self._ask_exit(now, ExitRun(grace_s=grace_s, source="launcher lost", node_id=own))
             case ExitRun():
                 self._out.append(Send(to="launcher", message=self._answer(event)))
                 self._ask_exit(now, event)
@@ -487,6 +488,9 @@ class Agent:
         if self.ending is not None:
             return
         self.ending = order
+        if order.node_only:
+            code = Exit(order.code)
+            self._record("run_ended", code=order.code, cause=code.name, reason=order.reason, left=1)
         self._out.append(CancelTimer(name="beat"))
         for _, worker in sorted(self.workers.items()):
             if worker.alive:

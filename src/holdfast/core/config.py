@@ -37,6 +37,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     quiesce_s: float = 5.0  # leave collectives within this, or be killed
     offer_s: float = 15.0  # a survivor serves its state to newcomers within this, or is killed
     starting_quiesce_s: float = 1.0  # the same for a worker that has no session yet
+    depart_s: float = (
+        5.0  # a node that is asked to leave departs alone when the others were not asked within this
+    )
     failing_s: float = 2.0  # a worker that reported its exception exits within this, or is killed
     gasp_s: float = 60.0  # a source writes its share of a last-gasp checkpoint within this, or is killed
     leave_s: float = 5.0  # a worker told to leave exits within this, or is killed
@@ -65,3 +68,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     spare_delay_s: float = 1.0  # until a spare that died is built again, doubled by each failure in a row
     called_s: float = 1.0  # a spare that is called answers within this, or is killed
     spare_failures_max: int = 3  # builds that failed in a row, until no more are tried
+
+    @property
+    def node_of_several(self) -> str:
+        """The name of this node, empty when there is no other."""
+        return self.node_id if self.host else ""

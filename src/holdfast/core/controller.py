@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.core.config import Config
 from holdfast.core.corruption import Corruption
+from holdfast.core.departure import Departures
 from holdfast.core.devices import certainty
 from holdfast.core.ending import Ending
 from holdfast.core.fault import FaultKind
@@ -76,6 +77,7 @@ class Controller:
         self.recovery = Recovery(self.job)
         self.ending = Ending(self.job)
         self.fleet = Fleet(self.job, self.recovery, self.ending, past)
+        self.departures = Departures(self.job, self.fleet, self.ending)
         self.hangs = Hangs(self.job, self.recovery)
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
@@ -120,9 +122,10 @@ class Controller:
                 self.stragglers.paced(event)
             case ExitRun():
                 if event.cancel:
+                    self.departures.cancel()
                     self.ending.cancel(event.source)
                 else:
-                    self.ending.request(event.source, event.grace_s)
+                    self.departures.asked(event)
             case StopRun():
                 self.ending.stop(event.reason)
             case Catalogued():
@@ -307,5 +310,7 @@ class Controller:
             self.ending.deadline()
         elif name == "together":
             self.ending.exited()
-        elif not any(part.tick(now, name) for part in (self.fleet, self.hangs, self.corruption)):
+        elif not any(
+            part.tick(now, name) for part in (self.fleet, self.departures, self.hangs, self.corruption)
+        ):
             self.recovery.tick(now, name)

@@ -91,6 +91,8 @@ class Election:
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
+        self._votes = 0  # given to others since a controller was there
+        self._waits = False  # for the controller of the one that got the last of them
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
@@ -158,6 +160,7 @@ class Election:
         if event.term == self.kept.term and self.kept.voted_for == self.me:
             self.role = "leader"
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
+            self._votes = 0
             self._cancel("campaign", "alone")
             self._send("*", self.lead)
             if self.kept.electorate is not None and not self.kept.committed:
@@ -187,6 +190,7 @@ class Election:
 
     def _campaign(self) -> None:
         """Ask whether a majority would elect this agent."""
+        self._waits = False
         self._timer("campaign", self.config.retry_s + self._turn_s())
         electorate = self.kept.electorate
         if electorate is None or self.me not in electorate.voters:
@@ -223,16 +227,24 @@ class Election:
         )
         outdated = kept.electorate is not None and ask.electorate < kept.electorate
         granted = unspent and not outdated and self.lead is None and self.role != "leader"
+        granted = granted and not (ask.trial and self._waits)
         if granted and not ask.trial:
             electorate = kept.electorate if kept.electorate is not None else ask.electorate
             committed = kept.committed if kept.electorate is not None else True
             self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
             self.role = "follower"
-            self._timer("campaign", self.config.retry_s + self._turn_s())
+            self._wait()
         term = ask.term if granted else self.kept.term
         self._send(ask.candidate, VoteSaid(voter=self.me, term=term, trial=ask.trial, granted=granted))
         if not granted and self.lead is not None:
             self._send(ask.candidate, self.lead)
+
+    def _wait(self) -> None:
+        """Its controller has to start first. On a crowded host that takes long: each time it did, twice as long."""
+        self._votes, self._waits = self._votes + 1, True
+        wait_s = min(self.config.retry_s * 2 ** (self._votes - 1), self.config.alone_s)
+        self._timer("campaign", wait_s + self._turn_s())
+        self._timer("alone", wait_s + self.config.alone_s)  # it has a majority
 
     def _answered(self, said: VoteSaid) -> None:
         if not said.granted:
@@ -276,6 +288,7 @@ class Election:
             self._out.append(StandDown(reason=f"{lead.leader} leads in term {lead.term}"))
         self.role = "follower"
         self.lead = lead
+        self._votes, self._waits = 0, False
         self._cancel("campaign", "alone")
         self._out.append(Follow(lead=lead))
 

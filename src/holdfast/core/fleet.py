@@ -168,7 +168,7 @@ class Fleet:
         if event is not None:
             self.job.record("node_suspected", node=str(node_id), reason=event.reason)
 
-    def _node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
+    def node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
         """A node is lost, if a majority of the agents is still heard; else this controller has no say any more."""
         job = self.job
         job.slots.pop(node_id, None)
@@ -194,7 +194,7 @@ class Fleet:
         for node_id in sorted(job.roster.nodes - job.slots.keys()):
             reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
             job.record("node_lost", node=str(node_id), reason=reason)
-            self._node_lost(now, node_id, reason)
+            self.node_lost(now, node_id, reason)
         self._adopt_if_closed(now)
 
     def _lose(self, now: float, member: Member, what: str) -> None:
@@ -415,7 +415,7 @@ class Fleet:
         for event in job.liveness.tick(now):
             job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
             if event.kind == "lost":
-                self._node_lost(now, event.node_id, event.reason)
+                self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
         self.recovery.grow(now)
 

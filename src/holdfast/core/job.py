@@ -60,6 +60,7 @@ class Job:
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
+        self.leaving: set[NodeId] = set()  # nothing new is started there
         self.devices = Devices(past.device_failures)
         self.step_s: dict[NodeId, float] = {}  # what the last step took there
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
@@ -274,8 +275,9 @@ class Job:
         return nodes * per_node
 
     def _up(self) -> list[tuple[NodeId, int]]:
-        """The nodes that are heard, with the number of slots that can be used, in their order."""
-        up = [n for n in sorted(self.slots, key=node_order) if self.liveness.is_up(n)]
+        """The nodes that are heard and stay, with the number of slots that can be used, in their order."""
+        here = self.slots.keys() - self.leaving
+        up = [n for n in sorted(here, key=node_order) if self.liveness.is_up(n)]
         return [(n, len(self.devices.usable(n, self.slots[n]))) for n in up]
 
     def _seats_of(self, node_id: NodeId, count: int) -> list[int]:

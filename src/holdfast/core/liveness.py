@@ -58,6 +58,10 @@ class Liveness:
         watch.suspected_at = now
         return NodeEvent(node_id, "suspected", "its connection closed")
 
+    def leave(self, node_id: NodeId) -> None:
+        """It is given up, though it beats; it counts from its next hello."""
+        self._watches.pop(node_id, None)
+
     def tick(self, now: float) -> list[NodeEvent]:
         """What time alone has changed."""
         events: list[NodeEvent] = []

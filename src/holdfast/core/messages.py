@@ -435,21 +435,26 @@ class KillMember(Message, frozen=True):
 
 
 class EndRun(Message, frozen=True):
-    """The run is over: kill what is left, report ``code``."""
+    """The run is over, or goes on without this node: kill what is left, report ``code``."""
 
     code: int
     reason: str
+    node_only: bool = False
 
 
 # ---------------------------------------------------------------- command line -> agent
 
 
 class ExitRun(Message, frozen=True):
-    """``holdfast exit``: agree on a step, save, leave; ``cancel`` takes it back; after ``grace_s`` it ends anyway."""
+    """``holdfast exit``: agree on a step, save, leave; ``cancel`` takes it back; after ``grace_s`` it ends anyway.
+
+    ``node_id``: this node of several alone is asked, by a signal to its launcher or the end of it; empty: the job.
+    """
 
     grace_s: float
     source: str
     cancel: bool = False
+    node_id: str = ""
 
 
 class ExitCancelled(Message, frozen=True):

@@ -286,7 +286,8 @@ class AgentDaemon:
 
     def _signalled(self, number: signal.Signals) -> None:
         source = f"{number.name} to the agent (pid {os.getpid()})"
-        self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source))
+        own = self._settings.node_of_several
+        self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source, node_id=own))
 
     # ------------------------------------------------------------ in
 

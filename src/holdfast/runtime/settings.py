@@ -154,6 +154,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         """More than one node may take part."""
         return self.nnodes_max > 1
 
+    @property
+    def node_of_several(self) -> str:
+        """The name of this node, empty when there is no other."""
+        return self.node if self.several else ""
+
     def save(self, run_dir: Path) -> None:
         """Write ``run.json`` (0600), secrets in command lines masked; arguments that the script needs lie beside it."""
         written = msgspec.structs.replace(self, args=masked(self.args), command=masked(self.command))
