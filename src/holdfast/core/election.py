@@ -75,6 +75,8 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     stagger_s: float = 0.15  # voters campaign one after the other, so that votes do not split
     retry_s: float = 1.0
+    starting_s: float = 3.0  # whoever is elected says meanwhile that its controller starts, every ``retry_s``
+    starting_s_max: float = 60.0
     alone_s: float = 8.0  # without a leader for so long: ask the witness, or give up
 
 
@@ -91,8 +93,8 @@ class Election:
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
-        self._votes = 0  # given to others since a controller was there
-        self._waits = False  # for the controller of the one that got the last of them
+        self._waits = False  # for the controller of the one that got its vote
+        self._starting_s = 0.0
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
@@ -160,7 +162,6 @@ class Election:
         if event.term == self.kept.term and self.kept.voted_for == self.me:
             self.role = "leader"
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
-            self._votes = 0
             self._cancel("campaign", "alone")
             self._send("*", self.lead)
             if self.kept.electorate is not None and not self.kept.committed:
@@ -216,6 +217,17 @@ class Election:
             self.role = "leader"
             self._cancel("campaign", "alone")
             self._out.append(StartController(term=self.kept.term))
+            self._starting_s = 0.0
+            self._timer("starting", self.config.retry_s)
+
+    def _say_it_starts(self) -> None:
+        """To those that have voted: the vote is asked for again, as long as a controller may take to start."""
+        electorate = self.kept.electorate
+        self._starting_s += self.config.retry_s
+        if self.role == "leader" and self.lead is None and electorate is not None:
+            if self._starting_s < self.config.starting_s_max:
+                self._timer("starting", self.config.retry_s)
+            self._ask(electorate, self.kept.term, trial=False)
 
     def _elected(self, electorate: Electorate) -> bool:
         return len(self._granted & set(electorate.voters)) >= electorate.quorum
@@ -231,7 +243,8 @@ class Election:
         if granted and not ask.trial:
             electorate = kept.electorate if kept.electorate is not None else ask.electorate
             committed = kept.committed if kept.electorate is not None else True
-            self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
+            if (kept.term, kept.voted_for) != (ask.term, ask.candidate):
+                self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
             self.role = "follower"
             self._wait()
         term = ask.term if granted else self.kept.term
@@ -240,11 +253,10 @@ class Election:
             self._send(ask.candidate, self.lead)
 
     def _wait(self) -> None:
-        """Its controller has to start first. On a crowded host that takes long: each time it did, twice as long."""
-        self._votes, self._waits = self._votes + 1, True
-        wait_s = min(self.config.retry_s * 2 ** (self._votes - 1), self.config.alone_s)
-        self._timer("campaign", wait_s + self._turn_s())
-        self._timer("alone", wait_s + self.config.alone_s)  # it has a majority
+        """The controller of the elected has to start first, which takes long on a crowded host: it asks again then."""
+        self._waits = True
+        self._timer("campaign", self.config.starting_s + self._turn_s())
+        self._timer("alone", self.config.starting_s + self.config.alone_s)  # it has a majority
 
     def _answered(self, said: VoteSaid) -> None:
         if not said.granted:
@@ -288,13 +300,15 @@ class Election:
             self._out.append(StandDown(reason=f"{lead.leader} leads in term {lead.term}"))
         self.role = "follower"
         self.lead = lead
-        self._votes, self._waits = 0, False
+        self._waits = False
         self._cancel("campaign", "alone")
         self._out.append(Follow(lead=lead))
 
     def _tick(self, name: str) -> None:
         if name == "amend" and self.role == "leader":
             self._publish()
+        elif name == "starting":
+            self._say_it_starts()
         elif self.lead is not None or self.role == "leader":
             return
         elif name == "campaign":
