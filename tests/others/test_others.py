@@ -62,7 +62,8 @@ def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
     assert re.search(f"2 faults, {AGAIN.get(name, '0 steps')} lost", output) and killed == calm, output
     output, _ = run(tmp_path / "stopped", "adapted", name, monkeypatch, code=Exit.REQUEUE, STOP="3")
     output, resumed = run(tmp_path / "stopped", "adapted", name, monkeypatch, KILL="0:5")
-    assert "resumed at step 4" in output and resumed == calm, output
+    # The request reaches the vote of the step that it came in, or of the next one.
+    assert re.search("resumed at step [45] ", output) and resumed == calm, output
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

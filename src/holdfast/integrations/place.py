@@ -12,7 +12,7 @@ validation replaces under other names, become plain values: the layout of the st
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +24,7 @@ from torch import Tensor
 from holdfast.adapters.torch.data import Source, make_source
 from holdfast.errors import UnsupportedError
 from holdfast.integrations.calls import is_newcomer
+from holdfast.integrations.drawn import DrawnBatches
 
 SMALL = "small tensor"
 SMALL_NUMEL = 64
@@ -133,10 +134,14 @@ def _made(value: Any) -> Any:
 class Loader:
     """The training data from where the loops are, epoch after epoch; of several loaders, one of them."""
 
-    def __init__(self, loader: Any, trainer: pl.Trainer, seed: int) -> None:
+    def __init__(
+        self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]
+    ) -> None:
+        """``drawn``: asked at the first batch, when the session is open."""
         self._source: Source = make_source(loader, seed, trainer.global_rank)
         self._loop = trainer.fit_loop
         self._loader = loader
+        self._drawn = drawn
         self._ended = -1  # the epoch in which a pass of ours ended
 
     def __len__(self) -> int:
@@ -145,14 +150,27 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         # Asked at the first batch: by then Lightning knows in which epoch it starts.
         epoch = self._loop.epoch_progress.current.processed
-        yield from self._source.open(epoch, self._skip(epoch))
+        skip, drawn = self._skip(epoch), self._drawn()
+        if self._is_alone():
+            # The batch before is read for the comparison alone.
+            first = skip - 1 if drawn.expects(epoch, skip - 1) else skip
+            for batch, data in enumerate(self._source.open(epoch, first), first):
+                drawn.saw(epoch, batch, data, self._loader)
+                if batch >= skip:
+                    yield data
+        else:
+            yield from self._source.open(epoch, skip)
         self._ended = epoch
+
+    def _is_alone(self) -> bool:
+        """No other loader gives a part of each batch: its batches have the numbers of the loop's."""
+        return len(self._loop._combined_loader.flattened) == 1
 
     def _skip(self, epoch: int) -> int:
         """How many batches of this pass were trained."""
         ready: int = self._loop.epoch_loop.batch_progress.current.ready
         combined = self._loop._combined_loader
-        if len(combined.flattened) == 1 or combined._mode == "min_size":
+        if self._is_alone() or combined._mode == "min_size":
             return ready
         length: int | None = sized_len(self._loader)
         if length is None or combined._mode not in ("max_size", "max_size_cycle"):

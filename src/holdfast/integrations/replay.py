@@ -20,6 +20,7 @@ from typing import Any
 
 import holdfast
 from holdfast.integrations.calls import Calls
+from holdfast.integrations.drawn import DrawnBatches
 from holdfast.session.session import Session
 
 
@@ -29,6 +30,7 @@ class Replay:
     Attributes:
         position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
         own: plain values of this rank alone that were committed with that position; None where nobody knows them.
+        drawn: the batches of this rank, compared with those that the process before it drew.
         may_differ: between ranks, in metrics of each one's own data and in times; no user can do anything about it.
         shows_committed_steps: what ``state_dict`` returns changes with a step's commit alone, so no step copies it.
     """
@@ -44,7 +46,11 @@ class Replay:
         session = holdfast.session(**{**arguments, "state": {**arguments.get("state", {}), "loop": self}})
         session.__enter__()
         self._session = session
-        self.own = session.own
+        kept = session.own
+        known: dict[str, Any] = kept if isinstance(kept, dict) else {}
+        self.own = known.get("own")
+        self.drawn = DrawnBatches(known.get("drawn"), verify=arguments.get("verify_data", True))
+        self._record: Any = known.get("drawn")
         self._calls = Calls(session.steps(until=sys.maxsize))
         session.framework_stands()
 
@@ -65,6 +71,15 @@ class Replay:
         self.position = value
 
     # ------------------------------------------------------------------ what the framework calls
+
+    def trains(self, epoch: int, batch: int) -> None:
+        """The newest batch of the step that is open, or begins next, is that of this place."""
+        self._record = self.drawn.record(epoch, batch)
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._session is not None:
+            self._session.own = {"own": self.own, "drawn": self._record}
 
     def begin(self) -> None:
         """Open the block of the next step; nothing when it is open."""
@@ -87,8 +102,8 @@ class Replay:
             SystemExit: all ranks have agreed to leave, and the checkpoint is written.
         """
         self._committed = (self._calls.step.number + 1, position)
-        if self._session is not None:
-            self._session.own = own
+        self.own = own
+        self._keep()
         self._calls.commit()
         self.position = position
         if not self._calls.follow():

@@ -44,14 +44,11 @@ class Drawn:
         self._digests = adapter if verify and isinstance(adapter, DigestsBatches) else None
         self._rank = rank
         self._expected: Mapping[str, Any] | None = None
-        self._loader = ""
+        self._loader: Any = None
 
     def begin(self, loader: Any) -> None:
         """Of this loader, batches are drawn from now on; for messages."""
-        sampler = getattr(loader, "sampler", None)
-        self._loader = (
-            f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
-        )
+        self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
         """What the process before this one has drawn; None: another job, or it is not known."""
@@ -90,9 +87,16 @@ class Drawn:
         known = self._expected
         if known is None or known["step"] != step or list(known["digests"]) == list(found):
             return
-        raise DataError(
-            f"rank {self._rank}: {self._loader} gives another batch for step {step} than it gave there before",
-            hint="its order or its samples depend on the process, or have changed: give s.steps a DataLoader with a "
-            "sampler that draws by epoch, seed by index what a dataset draws at random, and keep its files; "
-            "session(verify_data=False) leaves out this check",
-        )
+        raise another_batch(self._rank, self._loader, f"step {step}")
+
+
+def another_batch(rank: int, loader: Any, place: str) -> DataError:
+    """The error of a loader that gives this rank another batch for ``place`` than before."""
+    sampler = getattr(loader, "sampler", None)
+    name = f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
+    return DataError(
+        f"rank {rank}: {name} gives another batch for {place} than it gave there before",
+        hint="its order or its samples depend on the process, or have changed: give the loader a sampler that draws by "
+        "epoch, seed by index what a dataset draws at random, shuffle a dataset with a fixed seed, and keep its files; "
+        "verify_data=False leaves out this check",
+    )

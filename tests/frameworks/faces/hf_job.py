@@ -1,9 +1,11 @@
 """The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with a fault of our making.
 
 ``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts calls of ``training_step``. ``--evaluate steps|epoch``: every three steps, or after each epoch.
-``--save``: every three steps. ``--kill-in evaluation|save``: CALL counts batches evaluated, or saves half written.
+CALL counts micro-batches, however often a check or a rehearsal repeats them.
+``--evaluate steps|epoch``: every three steps, or after each epoch. ``--save``: every three steps.
+``--kill-in evaluation|save``: CALL counts batches evaluated, or saves half written.
 ``--resume``: a checkpoint of the Trainer's own. ``--plateau``: the scores of evaluations decide on the learning rate.
+``--other-data``: a process that starts when DIR/other exists, or behind a kill, has samples in another order.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from holdfast.adapters.torch.fabric import fabric
 from holdfast.integrations.hf import protect
 
 EPOCH_STEPS = 4
+ACCUMULATED = 2
 STEPS = 9
 TIMES = ("train_runtime", "train_tokens_per_second")
 
@@ -29,10 +33,14 @@ TIMES = ("train_runtime", "train_tokens_per_second")
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Tokens that only their index decides; how many count differs."""
 
+    def __init__(self, shift: int = 0) -> None:
+        self._shift = shift
+
     def __len__(self) -> int:
         return EPOCH_STEPS * 4 * 2 * 2
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index = (index + self._shift) % len(self)
         tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[: index % 7] = -100
@@ -45,6 +53,7 @@ class Job(Trainer):  # type: ignore[misc]
     def arm(self, given: argparse.Namespace) -> None:
         """Which call of ``training_step`` meets what."""
         self.calls = self.elsewhere = 0
+        self.first = sys.maxsize
         self.killed = given.output / "killed"
         self.kill_in = given.kill_in
         self.faults = {}
@@ -56,7 +65,9 @@ class Job(Trainer):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         self.calls += 1
-        kind = self.faults.pop(self.calls, "") if self.kill_in == "step" else ""
+        number = self.state.global_step * ACCUMULATED + 1 + self.accelerator.sync_gradients
+        self.first = min(self.first, number)
+        kind = self.faults.pop(number - self.first + 1, "") if self.kill_in == "step" else ""
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
         if kind == "kill":
@@ -102,6 +113,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--resume", default=None)
     parser.add_argument("--plateau", action="store_true")
+    parser.add_argument("--other-data", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
@@ -112,13 +124,15 @@ def main() -> None:
         schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
         schedule["lr_scheduler_kwargs"] = {"mode": "max", "patience": 0, "factor": 0.5}
     args = TrainingArguments(
-        output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
+        output_dir=str(given.output), max_steps=STEPS, per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATED, learning_rate=1e-2, logging_steps=3, report_to=[],
+        use_cpu=True, disable_tqdm=True,
         average_tokens_across_devices=True, include_num_input_tokens_seen="non_padding",
         eval_strategy=given.evaluate, eval_steps=3,
         save_strategy="steps" if given.save else "no", save_steps=3, **schedule,
     )  # fmt: skip
-    trainer = Job(model=model, args=args, train_dataset=Pieces(), eval_dataset=Pieces())
+    other = given.other_data and any((given.output / name).exists() for name in ("other", "killed"))
+    trainer = Job(model=model, args=args, train_dataset=Pieces(int(other)), eval_dataset=Pieces())
     trainer.arm(given)
     if not given.plain:
         protect(trainer)

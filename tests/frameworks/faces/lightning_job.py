@@ -1,9 +1,11 @@
 """A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
 
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts ``training_step``; with ``--kill-in validation``, ``validation_step``; with ``--kill-in epoch``, epochs that
-begin. ``--check N``: validates every N batches, and not at the end of an epoch. ``--plateau``: the scores that this
-gives decide on the learning rate. ``--all``: one checkpoint of Lightning's own stays for each epoch; ``--resume FILE``.
+CALL counts batches that this process trains, however often a check or a rehearsal repeats them; with
+``--kill-in validation``, ``validation_step``; with ``--kill-in epoch``, epochs that begin. ``--check N``: validates
+every N batches, and not at the end of an epoch. ``--plateau``: the scores that this gives decide on the learning rate.
+``--other-data``: a process that starts when DIR/other exists, or behind a kill, has other samples. ``--all``: one
+checkpoint of Lightning's own stays for each epoch; ``--resume FILE``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         self.validations = 0
         self.killed = given.output / "killed"
         self.calls = 0
+        self.first = sys.maxsize
         self.net = nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(given.dropout), nn.Linear(16, 1)
         )
@@ -48,7 +52,9 @@ class Net(pl.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Mean square error."""
         self.calls += 1
-        kind = self.faults.pop(self.calls, "")
+        number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self.first = min(self.first, number)
+        kind = self.faults.pop(number - self.first + 1, "")
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
         if kind == "kill":
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--plateau", action="store_true")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--other-data", action="store_true")
     parser.add_argument("--resume", default=None)
     given = parser.parse_args()
     faults = {}
@@ -141,6 +148,8 @@ def main() -> None:
     module = Net(faults, given)
     ranks = int(os.environ["WORLD_SIZE"])
     x = torch.randn(SAMPLES, 4)
+    if given.other_data and any((given.output / name).exists() for name in ("other", "killed")):
+        x = x.roll(1, 0)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     best = pl.callbacks.ModelCheckpoint(
         dirpath=given.output / "best", monitor="held_out", save_top_k=-1 if given.all else 1

@@ -193,6 +193,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted((where / "out" / "best").iterdir())
 
 
+def test_a_replacement_with_other_data_ends_the_run(tmp_path: Path) -> None:
+    """It trained on, with other weights, and exit code 0."""
+    given = ("--output", "out", "--other-data", "--kill", "1@8")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, ranks=2)
+    assert code == Exit.BAD_INPUT, output
+    assert "rank 1: the " in output and "gives another batch for batch " in output, output
+
+
+def test_a_resume_with_other_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT", str(tmp_path / "kept"))
+    given = ("--output", "out", "--other-data")
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--leave", "1@8", ranks=2)
+    assert code == Exit.REQUEUE, output
+    (tmp_path / "out" / "other").touch()
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, ranks=2)
+    assert code == Exit.BAD_INPUT, output
+    assert "gives another batch for batch " in output, output
+    (tmp_path / "out" / "other").unlink()
+    code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, ranks=2)
+    assert code == 0, output
+
+
 @pytest.mark.parametrize(("rung", "kill"), [("auto", "1@4"), ("restart", "2@8")])
 def test_a_checkpoint_of_lightnings_own_is_gone_on_from(
     tmp_path: Path, saved: list[Path], rung: str, kill: str
