@@ -20,6 +20,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`status`": view.RunView,
     "in `ranks`": view.RankView,
+    "in `hosts`": view.HostView,
     "in `faults`": view.FaultView,
     "in `spares`": view.SpareView,
     "`report`": postmortem.Report,

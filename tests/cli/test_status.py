@@ -8,18 +8,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, facts, fault_text, kept, named, span
+from holdfast.cli.status import again, facts, fault_text, host_lines, kept, named, span
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
 from holdfast.core.page import Phase, Word
 from holdfast.errors import UsageError
-from holdfast.journal import Journal
+from holdfast.journal import Journal, Said
 from holdfast.runtime.agentd import committed_step
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import Endpoint, RunDir, log_path, write_private
@@ -208,7 +209,7 @@ def test_a_straggler_and_a_section(holdfast: Run, made: Made) -> None:
     made.pages[0].place(21, Phase.SECTION)
     made.journal.append("straggler", {"rank": 1, "busy_s": 0.25, "others_s": 0.1, "ratio": 2.5})
     text = holdfast("status").stdout
-    assert "250 ms, 2.5 x slower" in text and "section eval" in text
+    assert "250 ms, median 250 ms: 2.5 x slower" in text and "section eval" in text
     made.journal.append("straggler_gone", {"rank": 1})
     assert "slower" not in holdfast("status").stdout
 
@@ -478,3 +479,77 @@ def test_span(duration_s: float, text: str) -> None:
 def test_a_signal_has_its_name() -> None:
     assert named("was killed by signal 9") == "was killed by signal 9 (SIGKILL)"
     assert named("was killed by signal 50") == "was killed by signal 50"
+
+
+def rendered(view: RunView) -> str:
+    """What is shown of the job."""
+    return "\n".join([*facts(view), *host_lines(view), again(view)])
+
+
+def later(made: Made, kind: str, data: dict[str, Any], after_s: float) -> None:
+    """An event at ``after_s`` seconds of a story of its own time."""
+    made.journal.append(kind, data, said=Said(1000.0 + after_s, after_s))
+
+
+def test_the_times_of_faults_that_follow_one_another_are_kept_apart(made: Made) -> None:
+    """The second one is found 40 s later, before the job went on: the first one had been found in milliseconds."""
+    made.start(0, 1)
+    first, second = {**FAULT, "detected_s": 0.01}, {**FAULT, "rank": 0, "member_id": 1, "detected_s": 0.5}
+    for begins_s, fault in ((1.0, first), (41.0, second)):
+        later(made, "detected", fault, begins_s)
+        for after_s, kind in enumerate(("fenced", "quiesced", "planned", "restored"), 1):
+            later(made, kind, {"step": 20, "steps_lost": 0, "generation": "1.2"}, begins_s + after_s)
+    later(made, "resumed", {}, 50.0)
+    one, two = Watch(made.directory, made.settings).poll().faults
+    assert one.phases == {"detected": 0.01, "fenced": 1.01, "quiesced": 2.01, "planned": 3.01, "restored": 44.01,
+                          "resumed": 49.01}  # fmt: skip
+    assert two.phases["detected"] == 0.5 and two.phases["fenced"] == 1.5
+
+
+def test_the_mark_of_a_slow_rank_goes_with_its_process(made: Made) -> None:
+    made.start(0, 1)
+    for rank in (0, 1):
+        made.journal.append("straggler", {"rank": rank, "busy_s": 0.25, "others_s": 0.1, "ratio": 2.5})
+    replaced: dict[str, Field] = {
+        "generation": "1.2",
+        "ranks": [1],
+        "members": [7],
+        "nodes": ["node0"],
+        "local_ranks": [1],
+    }
+    made.journal.append("members_replaced", replaced)
+    assert [r.slow for r in Watch(made.directory, made.settings).poll().ranks] == [2.5, 0.0]
+
+
+def test_a_host_of_several_says_what_it_knows_of_the_job_and_what_not(made: Made) -> None:
+    """It said "begins again at step 0, 341 steps lost" while the others trained."""
+    settings = msgspec.structs.replace(made.settings, nnodes=2, nnodes_max=3, node="node1", created_at=1000.0)
+    for node in ("node0", "node1", "node2"):
+        made.journal.append("agent_joined", {"node": node, "pid": 1, "slots": 2})
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    started: dict[str, Field] = {"generation": "1.1", "attempt": 0, "in_place": False, "resume": "", "members": [1, 2],
+               "nodes": ["node0", "node1"], "local_ranks": [0, 0]}  # fmt: skip
+    made.journal.append("generation_started", started)
+    made.journal.append("planned", {"generation": "1.1", "step": 341})
+    view = Watch(made.directory, settings).poll()
+    assert view.state == "lost"
+    text = rendered(view)
+    assert "job  node0: rank 0; node1 (here): rank 1; node2: no rank" in text
+    assert "known here until " in text and "newest step that any host has saved" in text
+    assert "steps lost" not in text and "begins again at step 0" not in text
+    made.journal.append("node_lost", {"node": "node0", "reason": "no heartbeat"})
+    replaced: dict[str, Field] = {"generation": "1.2", "ranks": [0], "members": [3], "nodes": ["node2"],
+                                  "local_ranks": [0]}  # fmt: skip
+    made.journal.append("members_replaced", replaced)
+    text = rendered(Watch(made.directory, settings).poll())
+    assert "job  node0: lost; node1 (here): rank 1; node2: rank 0" in text
+
+
+def test_a_lost_run_says_what_is_not_kept(made: Made) -> None:
+    """Not "0 steps lost": nobody is left that holds them."""
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    made.journal.append("detected", FAULT)
+    made.journal.append("planned", {"generation": "1.1", "step": 425})
+    settings = msgspec.structs.replace(made.settings, created_at=1000.0)
+    view = Watch(made.directory, settings).poll()
+    assert view.state == "lost" and "425 steps are not kept" in rendered(view)

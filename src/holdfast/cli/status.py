@@ -24,7 +24,7 @@ from holdfast.core.fault import SEEN, START_S
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
-from holdfast.wording import plural
+from holdfast.wording import noun_of, plural, ranges
 
 WATCH_PERIOD_S = 0.5
 STATE_STYLE = {
@@ -70,6 +70,7 @@ def render(view: RunView) -> RenderableType:
     if view.code and view.reason:
         parts.append(Text(f"why  {first_line(view.reason)}"))
     parts.append(Text(f"logs {view.logs}", style="dim"))
+    parts += [Text(line) for line in host_lines(view)]
     if view.ranks:
         parts += [Text(), _rank_table(view)]
     parts += [_spare_line(spare) for spare in view.spares]
@@ -103,7 +104,7 @@ def facts(view: RunView) -> list[str]:
     found.append(f"{living}/{view.workers} workers" if view.code is None else plural(view.workers, "worker"))
     if view.faults:
         found.append(plural(len(view.faults), "fault"))
-    if view.session and view.code not in (None, Exit.OK, Exit.REQUEUE):
+    if view.session and (view.code not in (None, Exit.OK, Exit.REQUEUE) or view.state == "lost"):
         found.append(kept(view))  # recoveries may have lost nothing, and the end much
     elif view.session and view.faults:
         found.append(f"{plural(view.steps_lost, 'step')} lost")
@@ -113,6 +114,23 @@ def facts(view: RunView) -> list[str]:
         found.append(f"goodput {100 * view.goodput:.1f} %")
     found.append(span(view.elapsed_s))
     return found
+
+
+def host_lines(view: RunView) -> list[str]:
+    """The whole job of several hosts, as far as it is known here."""
+    if not view.hosts:
+        return []
+    said = []
+    for host in view.hosts:
+        doing = f"{noun_of(len(host.ranks), 'rank')} {ranges(host.ranks)}" if host.ranks else "no rank"
+        said.append(f"{host.name}{' (here)' if host.name == view.here else ''}: {host.gone or doing}")
+    lines = [f"job  {'; '.join(said)}"]
+    if view.cut_off or view.left:
+        clock = time.strftime("%H:%M:%S", time.localtime(view.heard_at))
+        lines.append(
+            f"     known here until {clock}; ask holdfast status on another host what has become of the job"
+        )
+    return lines
 
 
 def kept(view: RunView) -> str:
@@ -173,7 +191,8 @@ def _spare_line(spare: SpareView) -> Text:
 def _busy(one: RankView) -> Text:
     """The last step without waiting for peers, and whether it is a straggler's."""
     text = f"{1e3 * one.busy_s:.0f} ms"
-    return Text(f"{text}, {one.slow:.1f} x slower", style="yellow") if one.slow else Text(text)
+    slow = f"{text}, median {1e3 * one.usual_s:.0f} ms: {one.slow:.1f} x slower"
+    return Text(slow, style="yellow") if one.slow else Text(text)
 
 
 def fault_text(fault: FaultView) -> str:

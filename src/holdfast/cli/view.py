@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.core.fault import SEEN
-from holdfast.core.ids import Generation
+from holdfast.core.fault import SEEN, UNTIL_WHOLE
+from holdfast.core.ids import Generation, NodeId
+from holdfast.core.membership import node_order
 from holdfast.core.page import Phase, Word
 from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
@@ -44,6 +45,7 @@ class RankView(msgspec.Struct):
     repeated: int
     busy_s: float = 0.0  # the last committed step without waiting for peers; 0: unknown
     slow: float = 0.0  # its steps take so many times as long as the others'; 0: not a straggler
+    usual_s: float = 0.0  # the median of its steps that this was found with
     section: str = ""
     trains: bool = False  # it has begun a collective, with a session or without
 
@@ -99,6 +101,14 @@ OUTSIDE = frozenset({"ready", "finished"})  # a standstill where others are insi
 STILL_STEPS, STILL_S = 10, 10.0
 
 
+class HostView(msgspec.Struct):
+    """One host of several. ``gone``: how, empty while it is there, as far as this host has heard."""
+
+    name: str
+    ranks: list[int]
+    gone: str
+
+
 class RunView(msgspec.Struct):
     """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries and
     standstills, None before the first step; ``still_s``: since when no rank has moved, 0 where that is no standstill;
@@ -130,7 +140,10 @@ class RunView(msgspec.Struct):
     root: str = ""  # where its session saves
     spares: list[SpareView] = []
     left: bool = False  # this node alone has; the job goes on on the others
-    cut_off: bool = False  # from the majority of the nodes: others may have gone on, or saved more
+    cut_off: bool = False  # from the others, or nothing is left here: these may have gone on, or saved more
+    hosts: list[HostView] = []  # of a job of several
+    here: str = ""  # the name of this one
+    heard_at: float = 0.0  # when the newest line of the event log was written, Unix time
 
 
 class Story:
@@ -155,13 +168,16 @@ class Story:
         self.agreed_step = -1  # where all ranks leave
         self.cancels: list[bool] = []  # answers to requests to stay
         self.ended: dict[str, Any] | None = None
-        self.ended_at = 0.0
+        self.ended_at = self.heard_at = 0.0
         self.faults: list[FaultView] = []
         self.warnings: list[str] = []
         self.saves: list[str] = []  # one line for each checkpoint that is whole
         self._save_s = 0.0  # of the share that was written last
         self._unsaved_step = -1
-        self.slow: dict[int, float] = {}  # stragglers: rank -> ratio
+        self.slow: dict[
+            int, tuple[float, float]
+        ] = {}  # stragglers: rank -> ratio, and median of its steps in s
+        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone, empty while it is there
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
@@ -182,22 +198,28 @@ class Story:
 
     def take(self, event: Event) -> None:
         """One event of any kind; unknown kinds are other readers' business."""
+        self.heard_at = max(self.heard_at, event.t_wall)
         fold = getattr(self, f"_on_{event.kind}", None)
         if fold is not None:
             fold(event, event.data)
-        if event.kind in SEEN:
+        if event.kind in SEEN and event.kind != "detected":
             for fault, at_mono_s in self._open:
-                fault.phases[event.kind] = round(event.t_mono - at_mono_s, 6)
+                if event.kind in UNTIL_WHOLE or event.kind not in fault.phases:
+                    fault.phases[event.kind] = round(event.t_mono - at_mono_s, 6)
 
     def _on_generation_started(self, event: Event, data: dict[str, Any]) -> None:
         self.generation = str(data["generation"])
         if not data.get("in_place"):
             self.attempt = int(data["attempt"])
             self.members = {int(m): rank for rank, m in enumerate(data["members"])}
+            self.slow.clear()
         self._seat(range(len(data["members"])), data)
 
     def _on_members_replaced(self, event: Event, data: dict[str, Any]) -> None:
         self._seat(data["ranks"], data)
+        self.members |= dict(zip(data["members"], data["ranks"], strict=True))
+        for rank in data["ranks"]:
+            self.slow.pop(rank, None)
         for fault, _ in self._open:
             if not fault.action and fault.rank in data["ranks"]:  # a newcomer's: nothing new is decided
                 fault.action = "replace"
@@ -222,6 +244,7 @@ class Story:
             attempt=max(self.attempt, 0),
             what=str(data["what"]),
             node=self._nodes.get(int(data["member_id"]), ""),
+            phases={"detected": round(ago_s, 6)},
         )
         self.faults.append(fault)
         self._open.append((fault, event.t_mono - ago_s))
@@ -231,7 +254,21 @@ class Story:
             self.log_ends[int(data["member_id"])] = int(data["log_size_bytes"])
 
     def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
-        self.slow[int(data["rank"])] = float(data["ratio"])
+        self.slow[int(data["rank"])] = float(data["ratio"]), float(data["busy_s"])
+
+    def _on_agent_joined(self, event: Event, data: dict[str, Any]) -> None:
+        self.hosts[str(data["node"])] = ""
+
+    def _on_node_lost(self, event: Event, data: dict[str, Any]) -> None:
+        self.hosts[str(data["node"])] = "lost"
+
+    def _on_node_left(self, event: Event, data: dict[str, Any]) -> None:
+        self.hosts[str(data["node"])] = "has left"
+
+    def ranks_on(self, node: str) -> list[int]:
+        """Those that were seated there last, as far as this log says."""
+        newest = {rank: member for member, rank in sorted(self.members.items())}
+        return sorted(rank for rank, member in newest.items() if self._nodes.get(member) == node)
 
     def _on_straggler_gone(self, event: Event, data: dict[str, Any]) -> None:
         self.slow.pop(int(data["rank"]), None)
@@ -375,12 +412,13 @@ class Watch:
         step = max([story.step, *(r.step for r in ranks)])
         now = story.ended_at or time.time()
         code = None if story.ended is None else int(story.ended["code"])
+        state = self._state(ranks)
         still_s = 0.0 if story.ended or story.recovering else _still_s(ranks)
         return RunView(
             run_id=settings.run_id,
             directory=str(self.directory.path),
             logs=str(log_path(self.log_dir, max(story.attempt, 0), 0).parent),
-            state=self._state(ranks),
+            state=state,
             code=code,
             meaning="" if code is None else LEFT if story.left else meaning(Exit(code), story.session),
             reason="" if story.ended is None else str(story.ended["reason"]),
@@ -403,7 +441,10 @@ class Watch:
             root=story.root,
             spares=self._spares(),
             left=story.left,
-            cut_off=story.cut_off,
+            cut_off=story.cut_off or (settings.several and state == "lost"),
+            hosts=self._hosts() if settings.several else [],
+            here=settings.node,
+            heard_at=story.heard_at,
         )
 
     def _state(self, ranks: list[RankView]) -> State:
@@ -426,10 +467,14 @@ class Watch:
             view = _rank_view(page)
             if view.rank not in found or view.member_id >= found[view.rank].member_id:
                 found[view.rank] = view
-        for rank, ratio in self.story.slow.items():
+        for rank, (ratio, usual_s) in self.story.slow.items():
             if rank in found:
-                found[rank].slow = ratio
+                found[rank].slow, found[rank].usual_s = ratio, usual_s
         return [found[rank] for rank in sorted(found)]
+
+    def _hosts(self) -> list[HostView]:
+        hosts = sorted(self.story.hosts.items(), key=lambda host: node_order(NodeId(host[0])))
+        return [HostView(name, [] if gone else self.story.ranks_on(name), gone) for name, gone in hosts]
 
     def _spares(self) -> list[SpareView]:
         pages = each_page(self.directory.pages_link, SPARE_PAGE)

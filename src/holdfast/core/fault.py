@@ -1,8 +1,9 @@
 """One disturbance of the job and when it passed which phase.
 
 Theory. All six times are measured from the same moment, when the fault happened as far as anyone can tell, so
-they grow from phase to phase. A fault that is overtaken by a second one keeps its first detection and fence
-and takes the last value of everything later: what counts for the user is when the job was whole again.
+they grow from phase to phase. A fault that is overtaken by a second one keeps the times of its own detection,
+fence, rest and decision, and takes the last value of what follows: what counts for the user is when the job was
+whole again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from holdfast.exits import Exit
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
 SEEN: tuple[Seen, ...] = get_args(Seen)
 """The phases of a recovery that users see, in their order."""
+UNTIL_WHOLE: tuple[Seen, ...] = ("restored", "resumed")
+"""Those whose last time counts, where another fault comes before the job goes on."""
 FaultKind = Literal[
     "signal",
     "exit",
@@ -78,10 +81,10 @@ class Fault(msgspec.Struct, kw_only=True):
 
     def passes(self, phase: Seen, now: float) -> None:
         """The job has reached ``phase`` of this fault's recovery."""
-        if phase in ("detected", "fenced"):
-            self.passed.setdefault(phase, now)
-        else:
+        if phase in UNTIL_WHOLE:
             self.passed[phase] = now
+        else:
+            self.passed.setdefault(phase, now)
 
     def identity(self) -> dict[str, Field]:
         """The fields that name the fault in the event log."""
