@@ -20,6 +20,7 @@ import msgspec
 from holdfast import journal
 from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.find import find_run
+from holdfast.cli.preflight import no_processes_for
 from holdfast.core.page import FILE_SIZE_BYTES
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.exits import Exit
@@ -88,7 +89,15 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
 
 def examine(checkpoint: str | None) -> Iterator[Finding]:
     """All looks at this machine, in order."""
-    looks: list[Callable[[], Finding]] = [_python, _torch, _groups, _shared_memory, _files, _temporary]
+    looks: list[Callable[[], Finding]] = [
+        _python,
+        _torch,
+        _groups,
+        _shared_memory,
+        _files,
+        _processes,
+        _temporary,
+    ]
     for look in looks:
         yield look()
     yield from _names()
@@ -196,6 +205,14 @@ def _files() -> Finding:
     if most < FILES_LEAST:
         return Finding("file limit", "poor", found, f"raise the hard limit (ulimit -Hn) to {FILES_LEAST}")
     return Finding("file limit", "good", found)
+
+
+def _processes() -> Finding:
+    if why := no_processes_for(1):
+        return Finding("process limit", "bad", why, "ulimit -u; in a container: --pids-limit")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} for this user"
+    return Finding("process limit", "good", most)
 
 
 def _temporary() -> Finding:

@@ -25,6 +25,7 @@ from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.find import name_of
 from holdfast.cli.output import outlive_full_disk
 from holdfast.cli.postmortem import reports_of, write
+from holdfast.cli.preflight import require_start
 from holdfast.cli.resolve import Request
 from holdfast.cli.status import again, facts, first_line
 from holdfast.cli.tail import LogTail
@@ -69,12 +70,13 @@ def launch(request: Request) -> int:
     """Run a job to its end and return the documented exit code.
 
     Raises:
-        UsageError: the run directory cannot be made, or the run goes on.
+        UsageError: no worker can be started, the run directory cannot be made, or the run goes on.
         UserError: somebody has removed it, or moved it, or there was no room in it for long.
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
     remove_forgotten()
+    require_start(request.settings)
     earlier = _make_room(run_dir)
     if request.settings.log_dir:
         _make_logs(Path(request.settings.log_dir))
