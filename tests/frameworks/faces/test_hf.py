@@ -14,7 +14,9 @@ from holdfast.errors import UnsupportedError, UsageError
 from holdfast.exits import Exit
 from holdfast.integrations.hf import protect
 from holdfast.store.root import Root
-from tests.frameworks.faces.running import EXAMPLES, drill, run
+from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
+
+pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone
 
 JOB = Path(__file__).with_name("hf_job.py")
 STEPS = 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from holdfast.exits import Exit
 from holdfast.integrations.lightning import Holdfast
 from holdfast.store.root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
+
+pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone
 
 JOB = Path(__file__).with_name("lightning_job.py")
 AFTER = Path(__file__).with_name("lightning_after_job.py")
@@ -247,7 +250,6 @@ def batches(where: Path, mode: str, steps: int) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("batch ")]
 
 
-@pytest.mark.timeout(3 * BOUND_S)
 @pytest.mark.parametrize(
     ("mode", "short"),
     [("max_size_cycle", ["100", "102", "100", "102", "100"]), ("max_size", ["100", "102", *["None"] * 3])],
@@ -255,7 +257,10 @@ def batches(where: Path, mode: str, steps: int) -> list[str]:
 def test_the_shorter_of_two_loaders_ends_within_an_epoch(tmp_path: Path, mode: str, short: list[str]) -> None:
     """As Lightning has it, in one go (the second epoch) and where the job starts again behind that end (the first)."""
     given = batches(tmp_path, mode, 3) + batches(tmp_path, mode, -1)
-    assert given == [f"batch {step} {step % 5 * 2} {short[step % 5]}" for step in range(10)]
+    # The first step of a process is repeated to prove its block.
+    assert [line for line, _ in groupby(given)] == [
+        f"batch {step} {step % 5 * 2} {short[step % 5]}" for step in range(10)
+    ]
 
 
 def test_a_second_fit_is_refused(tmp_path: Path) -> None:
