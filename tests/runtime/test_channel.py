@@ -215,6 +215,19 @@ def test_hello_messages_handlers_and_tasks(run: RunDir) -> None:
         assert len(got) == 1
 
 
+def test_a_rank_that_has_resumed_is_not_due_when_a_new_controller_says_it_again(run: RunDir) -> None:
+    """It was judged by the bound of a recovery until the next fault: a long evaluation between two steps was a hang."""
+    with Desk(run) as desk, client_of(run) as client:
+        until("hello", lambda: desk.kinds() == ["WorkerHello"])
+        desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
+        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        until("due", lambda: client.page[Word.DUE] == 1)
+        client.resumed(SECOND)
+        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        assert client.kv("set", ("echo",), value=b"x").value == b"x"  # answered after it
+        assert client.page[Word.DUE] == 0
+
+
 def test_a_fence_ends_a_wait_and_is_answered_without_a_session(run: RunDir) -> None:
     with Desk(run) as desk, client_of(run) as client:
         poisoned: list[str] = []

@@ -119,6 +119,7 @@ class Client:
         self.orphaned = False
         self.refused_stale = 0
         self._newest = generation
+        self._resumed_in: Generation | None = None
         self._has_session = False
         self._handlers: dict[type[Message], Callable[[Message], None]] = {}
         self._orphan_handlers: list[Callable[[], None]] = []
@@ -417,7 +418,8 @@ class Client:
         elif isinstance(message, Resume):
             self.generation = message.generation
             self.page[Word.GENERATION] = message.generation.pack()
-            self.page[Word.DUE] = 1
+            if message.generation != self._resumed_in:  # a controller that takes over says it again
+                self.page[Word.DUE] = 1
             self.fenced = False  # last: other threads that see it are in the new generation
         handler = self._handlers.get(type(message))
         if handler is not None:
@@ -427,8 +429,9 @@ class Client:
         """So many bytes of the state were given, taken, compared or written: the controller waits for the rest."""
         self.page[Word.WORK] += size_bytes
 
-    def resumed(self) -> None:
-        """The main thread has come to where the job goes on."""
+    def resumed(self, generation: Generation) -> None:
+        """The main thread has come to where the job goes on in ``generation``."""
+        self._resumed_in = generation
         self.page[Word.FENCED] = self.page[Word.DUE] = 0
 
     def _fail_requests(self, error: str) -> None:

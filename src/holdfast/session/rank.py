@@ -449,7 +449,7 @@ class Rank:
                 if self.machine.retry(resume.generation):
                     self._resumed_in, self.joining = resume.generation, False
                     if self.client is not None:
-                        self.client.resumed()
+                        self.client.resumed(resume.generation)
                     return
 
     def _go_back(self, step: int) -> None:
