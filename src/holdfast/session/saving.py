@@ -33,6 +33,7 @@ from holdfast.session.handover import Giver
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
 from holdfast.session.rank import POLL_S, TEXT_LENGTH_MAX, Rank
+from holdfast.session.sole import SoleUse
 from holdfast.session.verify import Verifier
 from holdfast.session.votes import Votes
 from holdfast.session.why import hear_why, tell_why
@@ -123,6 +124,7 @@ class Saver:
         self._votes = votes
         self._verifier = verifier
         self._copies = copies
+        self._sole = SoleUse()
         self._noting = threading.Lock()  # a small save is written before its cost is known
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
@@ -157,10 +159,16 @@ class Saver:
         """A save is being written in the background."""
         return self._background.busy
 
+    def claim(self, *, begins: bool) -> None:
+        """The first rank of a run that ``begins``, or goes on, will save here."""
+        if self._adapter.rank == 0:
+            self._sole = SoleUse(self.root, tells=begins)
+
     def close(self) -> None:
         """Finish the save in flight."""
         self.resumed()
         self._background.close()
+        self._sole.close()
 
     def resumed(self) -> None:
         """The job goes on: the state moves again, and is not served any more."""

@@ -179,6 +179,8 @@ class Session(Repeating):
                 f"no checkpoint can be saved: {error.message}",
                 hint=error.hint or "give another place, by --root or holdfast.session(checkpoint=...)",
             ) from error
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._saver.claim(begins=not restarts and not self._rank.joining)
 
     def _load(self, look: Callable[[], Candidates]) -> None:
         search = Resume(self._adapter, self._client, self._adapter.vote, self._tier.load)
