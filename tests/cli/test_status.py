@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, facts, fault_text, host_lines, kept, named, span
+from holdfast.cli.status import again, alike, facts, fault_text, host_lines, kept, named, span
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
@@ -553,3 +553,21 @@ def test_a_lost_run_says_what_is_not_kept(made: Made) -> None:
     settings = msgspec.structs.replace(made.settings, created_at=1000.0)
     view = Watch(made.directory, settings).poll()
     assert view.state == "lost" and "425 steps are not kept" in rendered(view)
+
+
+def test_faults_that_are_all_alike_are_said_to_be(made: Made) -> None:
+    """17 of them ended a run with the advice to allow more."""
+    made.start(0, 1)
+    for number in range(17):
+        again_and_again = {
+            **FAULT,
+            "member_id": number,
+            "step": 20 + number,
+            "kind": "exit",
+            "what": "is gone",
+        }
+        made.journal.append("detected", again_and_again)
+        made.journal.append("detected", {**FAULT, "rank": 0, "what": "left for a restart"})
+    faults = Watch(made.directory, made.settings).poll().faults
+    assert alike(faults) == "17 faults, all alike: rank 1: is gone, in backward of step 36"
+    assert alike(faults[:4]) == "" == alike([*faults, msgspec.structs.replace(faults[0], what="is killed")])

@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -20,13 +20,15 @@ from holdfast.cli.console import table_console
 from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
-from holdfast.core.fault import SEEN, START_S
+from holdfast.core.fault import LEFT_FOR_RESTART, SEEN, START_S
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
+from holdfast.runtime.failing import NUMBER
 from holdfast.wording import noun_of, plural, ranges
 
 WATCH_PERIOD_S = 0.5
+ALIKE_LEAST = 3
 STATE_STYLE = {
     "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
 }  # fmt: skip
@@ -218,6 +220,16 @@ def named(what: str) -> str:
             return told[0]
 
     return re.sub(r"\bby signal (\d+)(?=$|,)", name, what)
+
+
+def alike(faults: Sequence[FaultView]) -> str:
+    """What all faults of a run have in common: numbers make them no others. Empty where they differ, or are too few."""
+    own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
+    if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:
+        return ""
+    ranks = sorted({fault.rank for fault in own})
+    who = f"{noun_of(len(ranks), 'rank')} {ranges(ranks)}"
+    return f"{plural(len(own), 'fault')}, all alike: {who}: {fault_what(own[-1])}"
 
 
 def fault_place(fault: FaultView) -> str:
