@@ -28,10 +28,17 @@ def net() -> Iterator[Network]:
         yield network
 
 
+def start_with_spare(hosts: Hosts) -> None:
+    """The ranks are on hosts 0 and 1, host 2 waits."""
+    hosts.start(0, 1)
+    hosts.wait_event(0, "generation_started")
+    hosts.start(2)
+    until("host 2 has a vote", lambda: "node2" in hosts.events(0, "electorate")[-1].data["voters"])
+
+
 def test_a_host_whose_launcher_is_killed_leaves_the_job(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2:3", args=("100000",)) as hosts:
-        hosts.start()
-        hosts.wait_event(0, "generation_started")
+        start_with_spare(hosts)
         agent = int(hosts.wait_event(1, "agent_started").data["pid"])
         until("all ranks run", lambda: len(hosts.events(0, "member_started")) == 2)
         hosts.commands[1].kill()
@@ -47,7 +54,7 @@ def test_ranks_of_a_host_that_is_asked_move_and_a_job_that_is_asked_saves(
     net: Network, tmp_path: Path
 ) -> None:
     with Hosts(net, tmp_path, "2:3", TRAIN, ("4000", "0.02", str(tmp_path / "out")), torch=True) as hosts:
-        hosts.start()
+        start_with_spare(hosts)
         hosts.wait_event(0, "resumed")
         hosts.commands[1].send_signal(signal.SIGTERM)
         assert hosts.wait(1) == Exit.REQUEUE
