@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.adapters.base import Feed
 from holdfast.adapters.torch.drawn import digest_of_batch
 from holdfast.adapters.values import Plain
 from holdfast.session.drawn import another_batch
@@ -31,6 +32,9 @@ class DrawnBatches:
     Args:
         expected: the record that the process before this one has left; None: there was none, or it is not known.
         verify: compare; else nothing is done.
+
+    Attributes:
+        record: of the newest batch that the step trains, for the process that comes next; None: it is not known.
     """
 
     def __init__(self, expected: Plain, *, verify: bool) -> None:
@@ -42,19 +46,13 @@ class DrawnBatches:
             expected if same and isinstance(expected, Mapping) else None
         )
         self._verify = verify
+        self.record: Plain = expected
         self._digests: dict[tuple[int, int], int] = {}
 
     def expects(self, epoch: int, batch: int) -> bool:
         """The batch of this place is compared when it is drawn."""
         known = self._expected
         return self._verify and known is not None and (known["epoch"], known["batch"]) == (epoch, batch)
-
-    def before(self) -> dict[str, int] | None:
-        """The place of the batch that is expected; None: no batch is."""
-        known = self._expected
-        return (
-            None if known is None or not self._verify else {name: known[name] for name in ("epoch", "batch")}
-        )
 
     def saw(self, epoch: int, batch: int, drawn: Any, loader: Any) -> None:
         """``loader`` has given this batch. Raises: DataError: another one than before."""
@@ -68,9 +66,24 @@ class DrawnBatches:
         while len(self._digests) > KEPT_MAX:
             del self._digests[next(iter(self._digests))]
 
-    def record(self, epoch: int, batch: int) -> dict[str, Plain] | None:
-        """Of this batch, for the process that comes next; None: it was not drawn here."""
+    def trains(self, epoch: int, batch: int) -> None:
+        """The step that is open, or begins next, trains this batch last."""
         found = self._digests.get((epoch, batch))
-        if found is None:
-            return None
-        return {"epoch": epoch, "batch": batch, "digest": found, "world": self._world}
+        known = {"epoch": epoch, "batch": batch, "digest": found, "world": self._world}
+        self.record = None if found is None else known
+
+    def draw(self, feed: Feed, loader: Any) -> Any:
+        """The next batch of ``feed``, for the step that begins next. Raises: DataError: as :meth:`saw`."""
+        place = feed.place()
+        drawn = feed.draw()
+        self.saw(place["epoch"], place["batch"], drawn, loader)
+        self.trains(place["epoch"], place["batch"])
+        return drawn
+
+    def seek(self, feed: Feed, place: Mapping[str, int], loader: Any) -> None:
+        """Send ``feed`` to ``place``; a batch that is expected is drawn first, for the comparison alone."""
+        known = self._expected
+        if known is not None and self._verify:
+            feed.seek({name: known[name] for name in ("epoch", "batch")})
+            self.draw(feed, loader)
+        feed.seek(place)

@@ -80,11 +80,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         if replay.position:
             progress.go_on(trainer, replay.position)
             self._epochs.go_on(replay.position["after"])
-            before = replay.drawn.before()
-            if before is not None:  # drawn for the comparison alone
-                self._feed.seek(before)
-                self._draw()
-            self._feed.seek(replay.position["data"])
+            replay.drawn.seek(self._feed, replay.position["data"], trainer.callback_handler.train_dataloader)
             self._losses.go_on(replay.position["reported"], replay.own or {})
 
     def _run_epoch(self, original: Any, **kwargs: Any) -> None:
@@ -96,20 +92,12 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
     def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
         """A step begins: its micro-batches from our feed, and how many tokens they hold."""
-        samples = [self._draw() for _ in range(count)]
+        loader = self._trainer.callback_handler.train_dataloader
+        samples = [self._replay.drawn.draw(self._feed, loader) for _ in range(count)]
         self._replay.begin()
         self._replay.do(self._tokens.counting(samples, device))
         self._losses.begin()
         return samples, self._tokens.held
-
-    def _draw(self) -> Any:
-        """The next batch, compared with the one that was drawn in its place before."""
-        place = self._feed.place()
-        batch = self._feed.draw()
-        loader = self._trainer.callback_handler.train_dataloader
-        self._replay.drawn.saw(place["epoch"], place["batch"], batch, loader)
-        self._replay.trains(place["epoch"], place["batch"])
-        return batch
 
     def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
         """Gradients of one micro-batch."""

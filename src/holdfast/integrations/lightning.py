@@ -77,9 +77,8 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
 
     def _loader(self, trainer: pl.Trainer, process: Any, loader: Any) -> Any:
         made = process(loader)
-        if not trainer.training:
-            return made
-        return Loader(made, trainer, self._arguments["seed"], lambda: self._replay.drawn)
+        drawn, seed = lambda: self._replay.drawn, self._arguments["seed"]
+        return Loader(made, trainer, seed, drawn) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An evaluation may take long."""
@@ -138,18 +137,13 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             result = closure.consume_result()
             return {} if result.loss is None else result.asdict()
 
-        if not self._replay.is_open:
-            self._trains(trainer, batch_idx)
+        self._replay.drawn.trains(trainer.fit_loop.epoch_progress.current.processed, batch_idx)
         self._replay.begin()
         return self._replay.do(call)
-
-    def _trains(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        self._replay.trains(trainer.fit_loop.epoch_progress.current.processed, batch_idx)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The step ends with its last micro-batch. Leaves the process when a graceful exit is agreed."""
         if not trainer.fit_loop._should_accumulate():
-            self._trains(trainer, batch_idx)
             self._replay.commit(place_of(trainer, arrived=False))

@@ -50,7 +50,6 @@ class Replay:
         known: dict[str, Any] = kept if isinstance(kept, dict) else {}
         self.own = known.get("own")
         self.drawn = DrawnBatches(known.get("drawn"), verify=arguments.get("verify_data", True))
-        self._record: Any = known.get("drawn")
         self._calls = Calls(session.steps(until=sys.maxsize))
         session.framework_stands()
 
@@ -72,17 +71,10 @@ class Replay:
 
     # ------------------------------------------------------------------ what the framework calls
 
-    def trains(self, epoch: int, batch: int) -> None:
-        """The newest batch of the step that is open, or begins next, is that of this place."""
-        self._record = self.drawn.record(epoch, batch)
-        self._keep()
-
-    def _keep(self) -> None:
-        if self._session is not None:
-            self._session.own = {"own": self.own, "drawn": self._record}
-
     def begin(self) -> None:
         """Open the block of the next step; nothing when it is open."""
+        if not self._calls.is_open:
+            self._keep()
         self._calls.begin()
 
     def do(self, call: Callable[[], Any]) -> Any:
@@ -108,6 +100,10 @@ class Replay:
         self.position = position
         if not self._calls.follow():
             self.close(None)
+
+    def _keep(self) -> None:
+        if self._session is not None:
+            self._session.own = {"own": self.own, "drawn": self.drawn.record}
 
     def amend(self, position: dict[str, Any]) -> None:
         """What all ranks did since the step ended is a part of its position, too: a newcomer begins after it."""
