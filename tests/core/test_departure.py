@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.ids import NodeId
-from holdfast.core.messages import AgentHello, CancelTimer, EndRun, ExitCancelled, ExitRun, Send, Tick
+from holdfast.core.messages import AgentHello, CancelTimer, EndRun, ExitCancelled, ExitRun, Held, Send, Tick
 from holdfast.exits import Exit
 from tests.core.test_controller import Job
 from tests.core.test_nodes import A, B, C, rolled, started
@@ -94,3 +94,17 @@ def test_whom_a_person_asks_is_the_whole_job() -> None:
     ask(job, B)
     job.post(ExitRun(grace_s=30.0, source="Ctrl-C"))
     assert job.record("exit_requested")["source"] == "Ctrl-C" and not job.controller.job.leaving
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) -> None:
+    """The steps since the newest checkpoint were lost: its ranks went back to it, though there was time to save."""
+    job = started()
+    job.hello()
+    job.open(20)
+    job.controller.job.uncovered = lambda layouts, sources: "" if 1 in sources else "shard 1 is gone"
+    if in_memory:
+        job.post(Held(node_id=C, ranks={"1": (20,)}))
+    ask(job, B)
+    job.post(Tick(name="depart"), 5.0)
+    assert ("node_left" in kinds(job)) is in_memory and ("exit_requested" in kinds(job)) is not in_memory

@@ -3,12 +3,13 @@
 Theory. A scheduler that ends a job of several nodes signals all launchers at nearly the same time; one that takes a
 single node away (a drain, a spot instance) signals one. Only what the others do tells the two apart. So a first request
 of a node waits ``depart_s`` for those of the others. As soon as the nodes that have not asked cannot hold the job, or
-are no majority, the whole job leaves gracefully. Where the others can still hold it at the end of that time, the node
-is given up as one that is lost, without the wait for its silence: its ranks move to a spare node, or the job shrinks.
+are no majority, or have no copy of a part of the state, the whole job leaves gracefully: it saves first. Where the
+others can still hold it at the end of that time, the node is given up as one that is lost, without the wait for its
+silence: its ranks move to a spare node, or the job shrinks.
 
 Invariants:
 1. A request of a node ends in its departure, or in the graceful exit of the whole job, unless it is taken back.
-2. A node departs only while the others hold the job and are a majority.
+2. A node departs only while the others hold the job and its state, and are a majority.
 """
 
 from __future__ import annotations
@@ -73,7 +74,17 @@ class Departures:
     def _others_suffice(self) -> bool:
         job, voters = self.job, self.fleet.voters
         staying = sum(job.liveness.is_up(voter) and voter not in job.leaving for voter in voters)
-        return job.fits and (not voters or staying * 2 > len(voters))
+        return job.fits and (not voters or staying * 2 > len(voters)) and self._state_stays()
+
+    def _state_stays(self) -> bool:
+        """The ranks that stay hold the whole state, or other nodes have the states of those that leave in memory."""
+        job = self.job
+        leaving = {m.rank for m in job.roster.members if m.node_id in job.leaving}
+        if not job.session or not leaving:
+            return True
+        elsewhere = {rank for node, ranks in job.held.items() if node not in job.leaving for rank in ranks}
+        staying = tuple(m.rank for m in job.roster.members if m.alive and m.rank not in leaving)
+        return leaving <= elsewhere or not job.uncovered(job.roster.all_layouts(), staying)
 
     def _depart(self, now: float, node_id: NodeId) -> None:
         job, request = self.job, self._asked.pop(node_id)
