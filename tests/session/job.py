@@ -150,6 +150,7 @@ class Faults:
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.cut = self._at(arguments.cut, rank)
         self.die = self._at(arguments.die, rank)
+        self.dies_at = int(arguments.die.rpartition("@")[2] or -1)
         self.ask = self._at(arguments.ask_exit, rank)
         self.die_all = arguments.die_all
         self.die_late = self._at(arguments.die_late, rank)
@@ -170,6 +171,8 @@ class Faults:
             self.cut = -1
             for inner in fabric()._inners():
                 inner.sever()
+        if step == self.dies_at:
+            self._wait_for_all(marker.parent, int(marker.name.rpartition("-")[2]))
         if step == self.die and not marker.exists():
             marker.write_text("")
             if self.rot:
@@ -186,6 +189,15 @@ class Faults:
         if step == self.ask and not marker.exists():
             marker.write_text("")
             os.kill(os.getpid(), 12)
+
+    def _wait_for_all(self, place: Path, rank: int) -> None:
+        """Every rank is inside the block at the death of one: before it, a rank cannot go back to an earlier state."""
+        (place / f"inside-{rank}").write_text("")
+        until_s = time.monotonic() + 30
+        while (
+            len(list(place.glob("inside-*"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until_s
+        ):
+            time.sleep(0.001)
 
     def _die_copying(self) -> None:
         """In the middle of the next state that is kept in memory."""
