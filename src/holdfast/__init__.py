@@ -44,6 +44,7 @@ from holdfast.release import VERSION
 if TYPE_CHECKING:
     from holdfast.session.api import load
     from holdfast.session.api import open_session as session
+    from holdfast.session.once import once
     from holdfast.store.policy import BestInterval, EverySeconds, EverySteps, KeepEvery
 
 __version__ = VERSION
@@ -82,11 +83,13 @@ __all__ = [
     "UserError",
     "__version__",
     "load",
+    "once",
     "session",
 ]
 
 _LAZY = {
     "load": "holdfast.session.api:load",
+    "once": "holdfast.session.once:once",
     "session": "holdfast.session.api:open_session",
     "BestInterval": "holdfast.store.policy:BestInterval",
     "EverySeconds": "holdfast.store.policy:EverySeconds",

@@ -44,6 +44,8 @@ WireMessage = (
     | m.StepReached
     | m.ExitAsked
     | m.ExitAgreed
+    | m.OnceAsked
+    | m.OnceTold
     | m.Finished
     | m.Fence
     | m.Settle

@@ -54,6 +54,7 @@ from holdfast.core.messages import (
     MemberSeen,
     MemberStarted,
     Message,
+    OnceAsked,
     RankState,
     Record,
     RestartController,
@@ -107,7 +108,10 @@ REPEATED = (
 """Kinds of which a worker itself says its last word again, after its hello to the next agent: the one before may have
 died with it. Not those that answer a standing order, which a hello has repeated."""
 LEAVE_TIMER = "leave"
-UPWARD = (*REMEMBERED, ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched)
+UPWARD = (
+    *REMEMBERED,
+    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched, OnceAsked),
+)
 """What a worker says; everything else that names a member is said to it."""
 
 

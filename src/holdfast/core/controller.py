@@ -48,6 +48,7 @@ from holdfast.core.messages import (
     MemberExited,
     MemberStarted,
     Message,
+    OnceAsked,
     SaveReported,
     SessionOpened,
     Settled,
@@ -60,6 +61,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.once import Once
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import Active, CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
@@ -81,6 +83,7 @@ class Controller:
         self.hangs = Hangs(self.job, self.recovery)
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
+        self.once = Once(self.job, past)
 
     def start(self, now: float) -> list[Command]:
         """The first commands, before any event."""
@@ -186,6 +189,8 @@ class Controller:
                 self.corruption.vouched(now, member, event)
             case SaveReported():
                 self._save_reported(now, member, event)
+            case OnceAsked():
+                self.once.asked(member, event)
             case _ if isinstance(event, PROTOCOL) and not is_stale(event.generation, self.job.generation):
                 self._protocol(now, member, event)
             case _:

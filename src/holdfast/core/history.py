@@ -60,6 +60,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     answered: tuple[Answered, ...] = ()
     device_failures: tuple[DeviceFailure, ...] = ()
     ends: Verdict | None = None  # it was decided that the run ends
+    once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON) of what scripts have made once
 
     @staticmethod
     def read(records: Iterable[Record]) -> Past:
@@ -212,6 +213,10 @@ def _device_failed(past: Past, data: Data) -> Changes:
     return {"device_failures": (*past.device_failures, failure)}
 
 
+def _made_once(past: Past, data: Data) -> Changes:
+    return {"once": (*past.once, (_int(data, "rank"), str(data["name"]), str(data["value"])))}
+
+
 _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "generation_started": _started,
     "fenced": _fenced,
@@ -221,6 +226,7 @@ _FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
     "session_opened": _opened,
     "sealed": _sealed,
     "device_failed": _device_failed,
+    "made_once": _made_once,
     SNAPSHOT: _snapshot,
     "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
     "exit_requested": lambda past, data: {"exit_source": str(data["source"])},

@@ -176,6 +176,26 @@ class ExitAsked(Message, frozen=True):
     source: str
 
 
+class OnceAsked(Message, frozen=True):
+    """The script asks for what its rank has made under ``name`` (``holdfast.once``), or tells what it has made.
+
+    ``value`` is JSON; empty: it only asks. It may be said again.
+    """
+
+    member_id: MemberId
+    name: str
+    value: str = ""
+
+
+class OnceTold(Message, frozen=True):
+    """Answer to :class:`OnceAsked`: what is kept; empty: nothing yet. ``full``: no room for another name."""
+
+    member_id: MemberId
+    name: str
+    value: str
+    full: bool = False
+
+
 class ExitAgreed(Message, frozen=True):
     """The vote of ``step`` carried the exit request: all ranks save ``step`` and leave."""
 

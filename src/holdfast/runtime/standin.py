@@ -53,20 +53,19 @@ class StandIn:
         """Return when the rank is known, or at once where a stand-in will do."""
         if self.fixed or self.called or self._forked or self._exempt_depth():
             return
-        sys.stderr.write("holdfast: this spare waits here, where its rank is asked for:\n")
-        traceback.print_stack(sys._getframe(1))
-        self._waits(False)
-        self._called.wait()
+        self._stay("where its rank is asked for")
+
+    def ask_once(self) -> None:
+        """Return when this process is a member: what its rank has made once is known to members only."""
+        if not self.called:
+            self._stay("where its rank asks for what it has made once")
 
     def hold(self) -> None:
         """Return when this process may use a device: it is a member, and the lost ones have let go of theirs."""
         if self._forked:
             return
         if not self.called:
-            sys.stderr.write("holdfast: this spare waits here, before its first use of a device:\n")
-            traceback.print_stack(sys._getframe(1))
-            self._waits(False)
-            self._called.wait()
+            self._stay("before its first use of a device")
         ending, self._ending = self._ending, ()
         for pid in ending:
             if not await_end(pid, END_STILL_S, END_MOST_S):
@@ -102,6 +101,12 @@ class StandIn:
         for action in self._on_call:
             action(rank)
         self._called.set()
+
+    def _stay(self, where: str) -> None:
+        sys.stderr.write(f"holdfast: this spare waits here, {where}:\n")
+        traceback.print_stack(sys._getframe(2))
+        self._waits(False)
+        self._called.wait()
 
     def _exempt_depth(self) -> int:
         return int(getattr(self._local, "exempt", False))

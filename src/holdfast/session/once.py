@@ -1,0 +1,137 @@
+"""``holdfast.once``: what a script makes once for each rank and run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.core.messages import OnceAsked, OnceTold
+from holdfast.core.once import NAME_LENGTH_MAX, NAMES_MAX, VALUE_LENGTH_MAX
+from holdfast.errors import UsageError
+from holdfast.runtime.client import Client
+
+ASK_AGAIN_S = 1.0  # a controller may have died over the question
+
+Value = TypeVar("Value")
+
+_LOCK = threading.Lock()
+_KNOWN: dict[str, str] = {}  # JSON by name; a data loader's forked worker has it from its parent
+
+
+def once(name: str, make: Callable[[], Value]) -> Value:
+    """Return what this rank has made under ``name`` in this run; the first time, ``make()`` makes it.
+
+    A process that replaces a lost one runs the script from its top. What it would decide anew there (a time in the
+    name of a directory, a random identifier, the next free version number) is what the lost process had decided. The
+    same holds after a restart of all workers, and on another node. Each rank has values of its own; a new run begins
+    without any. Without ``holdfast run``, ``make()`` is called and its result returned.
+
+    Args:
+        name: at most 100 characters, of up to 100 names of a rank.
+        make: without arguments; called at most once per rank and run unless it raises or its process dies in it. The
+            result is None, a bool, a number, a text, or a list or dict (with texts as keys) of these, at most 1000
+            characters as JSON. It is written to the run's event log: no passwords.
+
+    Returns:
+        What ``make()`` of the first process of this rank returned.
+
+    Raises:
+        UsageError: the name, or what ``make`` returned, cannot be kept; or a child process of a worker asks for a name
+            that the worker itself has not asked for.
+
+    Example:
+        >>> import time
+        >>> directory = once("directory", lambda: time.strftime("logs/%Y%m%d-%H%M%S"))
+        >>> directory == once("directory", lambda: "another one")  # under `holdfast run`: True
+        False
+    """
+    if not name.isprintable() or not 1 <= len(name) <= NAME_LENGTH_MAX:
+        raise UsageError(
+            f"once({name[:20]!r}): no name that can be kept",
+            hint=f"1 to {NAME_LENGTH_MAX} printable characters",
+        )
+    with _LOCK:
+        if name not in _KNOWN:
+            client = Client.current()
+            if client is None:
+                _refuse_child(name)
+                return make()
+            if client.stand_in is not None:
+                client.stand_in.ask_once()
+            kept = _ask(client, name, "")
+            _KNOWN[name] = kept or _ask(client, name, encoded(name, make()))
+        value: Value = json.loads(_KNOWN[name])
+        return value
+
+
+def _ask(client: Client, name: str, value: str) -> str:
+    """What the controller keeps under ``name``; ``value``, if it is not empty and nothing is kept yet."""
+    told: list[OnceTold] = []
+    heard = threading.Event()
+
+    def hear(message: OnceTold) -> None:
+        if message.name == name and (message.value or message.full or not value):
+            told.append(message)
+            heard.set()
+
+    client.on(OnceTold, hear)
+    while not heard.is_set():
+        if client.orphaned:
+            return value  # nobody is left that would replace this process
+        client.send(OnceAsked(member_id=client.member_id, name=name, value=value))
+        heard.wait(ASK_AGAIN_S)
+    if told[-1].full:
+        raise UsageError(
+            f"once({name!r}): this rank has made {NAMES_MAX} values",
+            hint="keep one dict under one name, or what belongs to the training in session(state=...)",
+        )
+    return told[-1].value
+
+
+def encoded(name: str, value: object) -> str:
+    """``value`` as JSON. Raises: UsageError: it would come back as something else, or is too long."""
+    where = _odd(value)
+    if where:
+        raise UsageError(
+            f"once({name!r}): {where} cannot be kept",
+            hint="make None, a bool, a finite number, a text, or a list or dict (texts as keys) of these: str(path)",
+        )
+    text = json.dumps(value)
+    if len(text) > VALUE_LENGTH_MAX:
+        raise UsageError(
+            f"once({name!r}): {len(text)} characters of JSON, more than {VALUE_LENGTH_MAX}",
+            hint="keep the name of a file, and the rest in the file",
+        )
+    return text
+
+
+def _odd(value: object) -> str:
+    """The first part that would come back as something else; empty: there is none."""
+    if value is None or type(value) in (bool, int, str):
+        return ""
+    if type(value) is float:
+        return "" if math.isfinite(value) else f"the number {value}"
+    if type(value) is list:
+        return next(filter(None, map(_odd, value)), "")
+    if type(value) is dict:
+        key = next((key for key in value if type(key) is not str), None)
+        return f"the key {key!r}" if key is not None else next(filter(None, map(_odd, value.values())), "")
+    return f"an object of type {type(value).__name__}"
+
+
+def _refuse_child(name: str) -> None:
+    """A child process has no line to the agent, and would make a value of its own.
+
+    Raises:
+        UsageError: this is a child process of a worker.
+    """
+    if "HOLDFAST_MEMBER_ID" in os.environ:
+        raise UsageError(
+            f"once({name!r}): a child process of a worker asks",
+            hint="ask in the script before it starts processes, and hand them the value "
+            "(with `spawn`: under `if __name__ == '__main__':`)",
+        )
