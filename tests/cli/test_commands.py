@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from holdfast.cli import doctor, postmortem, stacks, view
+from holdfast.cli import doctor, gc, listing, postmortem, stacks, view
 from holdfast.cli.main import COMMANDS
 from holdfast.drill import proof, timeline
 from holdfast.sim import forecast, summary
@@ -23,6 +23,8 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "in `hosts`": view.HostView,
     "in `faults`": view.FaultView,
     "in `spares`": view.SpareView,
+    "`ls`": listing.Listed,
+    "`gc`": gc.Collected,
     "`report`": postmortem.Report,
     "in `timeline`": postmortem.PhaseTime,
     "`stacks`": stacks.RankStacks,

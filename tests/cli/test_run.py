@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -89,7 +90,8 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
     assert result.stdout == "rank 0 says ['--nnodes', '4']\n"
     assert "note: --standalone has no effect" in result.stderr
     first, *_, last = [line for line in result.stderr.splitlines() if "note:" not in line]
-    assert "run mine: 2 workers" in first and "holdfast logs -f mine" in first
+    assert re.fullmatch(r"holdfast: \d\d:\d\d:\d\d 2 workers; see: holdfast status mine", first), first
+    assert re.match(r"holdfast: \d\d:\d\d:\d\d run mine: ", last), last
     assert "the job ran to its end" in last and str(tmp_path / "runs" / "mine" / "attempt-000") in last
     assert "rank 1 says" in holdfast("logs", "--rank", "1").stdout
     assert (tmp_path / "runs" / "mine").stat().st_mode & 0o777 == 0o700

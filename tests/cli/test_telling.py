@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +50,9 @@ class Terminal(NamedTuple):
         self.telling.faults(self.screen)
         self.telling.recoveries(self.screen, lambda: None)
         out, err = self.capsys.readouterr()
-        return out.splitlines(), [line.removeprefix("holdfast: ") for line in err.splitlines()]
+        return out.splitlines(), [
+            re.sub(r"^holdfast: \d\d:\d\d:\d\d ", "", line) for line in err.splitlines()
+        ]
 
 
 @pytest.fixture

@@ -25,6 +25,16 @@ ROWS_FOLDED_MAX = 1000
 NAME = "holdfast: "
 
 
+def clock(at: float | None = None) -> str:
+    """Unix time ``at``, by default now, as the time of day here: ``21:52:45``."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def dated(text: str) -> str:
+    """A console line of a run: its name and the time of day before it."""
+    return f"{NAME}{clock()} {text}"
+
+
 class SafeConsole(Console):
     """As rich's, without highlighting; what is printed cannot drive the terminal, but styles and the status line do."""
 
@@ -109,9 +119,9 @@ class Screen:
     def say(self, text: str) -> None:
         """A line of our own."""
         if self._live is not None and self._console is not None:
-            self._console.print(Text.assemble((NAME, "dim"), text))
+            self._console.print(Text.assemble((dated(""), "dim"), text))
         else:
-            echo(NAME + text, err=True)
+            echo(dated(text), err=True)
 
     def status(self, text: str) -> None:
         """Replace the status line; elsewhere than on a terminal print it when it is due."""

@@ -20,7 +20,7 @@ from string import Template
 from types import FrameType
 
 from holdfast import journal
-from holdfast.cli.console import NAME, Screen
+from holdfast.cli.console import Screen, dated
 from holdfast.cli.errors import logs_at, outcome, say
 from holdfast.cli.find import name_of
 from holdfast.cli.output import outlive_full_disk
@@ -118,7 +118,7 @@ def _make_room(run_dir: RunDir) -> Path | None:
     """
 
     def waiting() -> None:
-        say(f"{NAME}run {run_dir.path.name} has lost its launcher: waiting until it has saved and left")
+        say(dated(f"run {run_dir.path.name} has lost its launcher: waiting until it has saved and left"))
 
     try:
         return put_aside(run_dir, waiting)
@@ -203,11 +203,9 @@ class Launcher:
         return self.close()
 
     def _open(self, screen: Screen) -> None:
-        settings = self.request.settings
         for note in self.request.notes:
             screen.say(f"note: {note}")
-        screen.say(f"run {settings.run_id}: {plural(settings.nproc, 'worker')}, directory {self.run_dir.path}, "
-                   f"see them with: holdfast logs -f {self._name()}")  # fmt: skip
+        screen.say(f"{plural(self.request.settings.nproc, 'worker')}; see: holdfast status {self._name()}")
 
     def _name(self) -> str:
         """What another command has to be told to mean this run."""
@@ -343,7 +341,7 @@ class Launcher:
         written = self._write_reports()
         cost = ", ".join(fact for fact in facts(view) if "worker" not in fact)
         if code is Exit.OK or code is Exit.REQUEUE:
-            say(f"{NAME}run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}")
+            say(dated(f"run {view.run_id}: {view.meaning} ({cost}); logs in {view.logs}"))
             if written:
                 say(f"  {plural(len(view.faults), 'fault')}: holdfast report {self._name()}")
             if code is Exit.REQUEUE and (NOWHERE in view.reason or view.left):
@@ -389,7 +387,9 @@ class Launcher:
             return [write(run, each) for each in reports_of(run, settings, events)]
         except OSError as error:
             say(
-                f"{NAME}the fault reports cannot be written: {error}; holdfast report {self._name()} shows them"
+                dated(
+                    f"the fault reports cannot be written: {error}; holdfast report {self._name()} shows them"
+                )
             )
             return []
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.console import table_console
+from holdfast.cli.console import clock, table_console
 from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
@@ -128,9 +128,9 @@ def host_lines(view: RunView) -> list[str]:
         said.append(f"{host.name}{' (here)' if host.name == view.here else ''}: {host.gone or doing}")
     lines = [f"job  {'; '.join(said)}"]
     if view.cut_off or view.left:
-        clock = time.strftime("%H:%M:%S", time.localtime(view.heard_at))
         lines.append(
-            f"     known here until {clock}; ask holdfast status on another host what has become of the job"
+            f"     known here until {clock(view.heard_at)}; "
+            "ask holdfast status on another host what has become of the job"
         )
     return lines
 
@@ -275,8 +275,7 @@ def again(view: RunView) -> str:
 
 
 def _fault_lines(fault: FaultView) -> list[Text]:
-    clock = time.strftime("%H:%M:%S", time.localtime(fault.at))
-    lines = [Text(f"{fault.name}  {clock}  {fault_text(fault)}")]
+    lines = [Text(f"{fault.name}  {clock(fault.at)}  {fault_text(fault)}")]
     if fault.action:
         lines.append(Text(f"      {fault.action.replace('_', ' ')}: {fault.reason}", style="dim"))
     if fault.phases:

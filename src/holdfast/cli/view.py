@@ -144,6 +144,7 @@ class RunView(msgspec.Struct):
     hosts: list[HostView] = []  # of a job of several
     here: str = ""  # the name of this one
     heard_at: float = 0.0  # when the newest line of the event log was written, Unix time
+    found_step: int = -1  # of the checkpoint that it began with; -1: none
 
 
 class Story:
@@ -445,6 +446,7 @@ class Watch:
             hosts=self._hosts() if settings.several else [],
             here=settings.node,
             heard_at=story.heard_at,
+            found_step=story.found_step,
         )
 
     def _state(self, ranks: list[RankView]) -> State:
