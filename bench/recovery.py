@@ -33,6 +33,7 @@ NPROC = 4
 STEPS = 32
 KILL_FROM, KILL_TO = 15, 25
 SPARE_STEPS = 15  # more, in which a spare is built
+MEMORY_EVERY = "8"  # of pure FSDP: its shards lie with one rank each
 
 
 def row(name: str, values: Sequence[float]) -> str:
@@ -43,7 +44,9 @@ def row(name: str, values: Sequence[float]) -> str:
     return f"| {name} | {len(values)} | {low:.3f} | {middle:.3f} | {high:.3f} |"
 
 
-def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -> dict[str, float]:
+def ours(
+    base: Path, number: int, size: str, spares: int, draw: random.Random, layout: str = "ddp"
+) -> dict[str, float]:
     """One kill under Holdfast; seconds by name. With spares, when they are built."""
     late = SPARE_STEPS if spares else 0
     fault = Fault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
@@ -51,6 +54,8 @@ def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -
     command = [
         "-m",
         "holdfast.drill.train",
+        "--layout",
+        layout,
         "--size",
         size,
         "--steps",
@@ -60,6 +65,8 @@ def ours(base: Path, number: int, size: str, spares: int, draw: random.Random) -
     ]
     if spares:
         command = ["--spares", str(spares), *command]
+    if layout == "fsdp":
+        command = ["--memory-every", MEMORY_EVERY, *command]
     runner = Runner(base, NPROC, command, lambda _name, _step, _done: None)
     outcome = runner.run(f"ours-{number:03d}", (), [fault], seed=number)
     (report,) = fault_reports(outcome.injected, outcome.events)
