@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast.core.messages import KvReply
 from holdfast.errors import UsageError
 from holdfast.runtime.client import Client
 from holdfast.session.data import compare_with_ranks
+from tests.session.launch import run_job
 
 
 class Store:
@@ -44,3 +46,13 @@ def test_equal_lengths_are_no_matter_and_other_lengths_of_a_shared_dataset_an_er
     assert warnings_of([64, 64], caplog) == []
     with pytest.raises(UsageError, match="rank 1 and rank 0 draw from different datasets"):
         warnings_of([64, 72], caplog, shared=True)
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+@pytest.mark.parametrize(("way", "told"), [("alone", 1), ("shared", 0)])
+def test_data_that_no_sampler_shares_are_told_once(tmp_path: Path, way: str, told: int) -> None:
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("unshared_job.py")), way)
+    assert done.returncode == 0, done.stdout
+    said = "".join(path.read_text() for path in tmp_path.glob("runs/*/attempt-000/*.log"))
+    assert said.count("all 2 copies of the model have drawn the same batch") == told, said

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast
+from holdfast.adapters.base import Copy
 from holdfast.adapters.torch.drawn import digest_of_batch
 from holdfast.errors import DataError
 from holdfast.exits import Exit
@@ -152,6 +153,8 @@ class Places:
 
 
 class Digests:
+    copy = Copy(0, 1)
+
     def digest_batch(self, batch: Any) -> int:
         return digest_of_batch(batch)
 

@@ -405,9 +405,22 @@ class MarksTensors(Protocol):
         """What is written into one of them may be seen in the other."""
 
 
+class Copy(NamedTuple):
+    """One copy of the model: ``number`` is equal on the ranks that hold parts of it, and below ``numbers``."""
+
+    number: int
+    numbers: int
+
+
 @runtime_checkable
 class DigestsBatches(Protocol):
-    """What an adapter may also be: one that tells whether two batches are the same."""
+    """What an adapter may also be: one that tells whether two batches are the same.
+
+    Attributes:
+        copy: the one that this rank trains. Ranks with another one have data of their own.
+    """
+
+    copy: Copy
 
     def digest_batch(self, batch: Any) -> int:
         """64-bit digest, the same in every process that draws the same."""

@@ -1,4 +1,4 @@
-"""The user's state, and buffers, are those of the job: told once when ranks keep different things in them.
+"""The user's state, and buffers, are those of the job, and the data are shared: told once where it is not so.
 
 Theory. A checkpoint holds it once, and who takes a lost rank's place has that of another rank. What each rank keeps for
 itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
@@ -6,6 +6,9 @@ without a word. So each rank says after its first step what it has, by digests, 
 next one: by then everybody has voted again, and so has spoken. Only ranks that hold the same tensors of the model are
 compared, as only these stand in for each other, and only what each of them holds whole. The first rank reads all of it
 at once, so a rank whose names would take too much says one digest of all buffers, and one of all items, instead.
+
+Ranks that train different copies of the model are meant to train on different data. Where all of them have drawn the
+same batch for the same step, no sampler shares the data, and each sample counts several times.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import xxhash
 
-from holdfast.adapters.base import Adapter, Collected, ComparesCopies
+from holdfast.adapters.base import Adapter, Collected, ComparesCopies, DigestsBatches
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.runtime.client import Client
 from holdfast.store.layout import Box
@@ -30,8 +33,9 @@ log = logging.getLogger("holdfast")
 PREFIX = "state."
 SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
 """Of all ranks together: they come in one message."""
-Said = tuple[str, dict[str, str], dict[str, str]]
-"""Which part of the model, a digest by item of the user's state, a digest by buffer."""
+Said = tuple[str, dict[str, str], dict[str, str], list[int]]
+"""Which part of the model, a digest by item of the user's state, a digest by buffer; the copy of the model and the
+digests of the batches of its first step, empty where no loader draws them."""
 
 
 class Common:
@@ -43,23 +47,30 @@ class Common:
         self._client = None if client is None or client.joining or adapter.world_size == 1 else client
         self._key = ""
 
-    def committed(self) -> None:
-        """A step counts."""
+    def committed(self, drawn: Sequence[int]) -> None:
+        """A step counts; ``drawn``: digests of its batches, empty where they are not known."""
         client, adapter = self._client, self._adapter
         if client is None:
             return
         if not self._key:
             collected = adapter.collect()
             self._key = f"holdfast/state/{client.generation}"
-            words = spoken(
-                digests(adapter, collected, self._left_out), SAID_SIZE_BYTES_MAX // adapter.world_size
-            )
-            client.kv("append", (self._key,), words)
+            here = [adapter.copy.number, *drawn] if drawn and isinstance(adapter, DigestsBatches) else []
+            said = (*digests(adapter, collected, self._left_out), here)
+            client.kv("append", (self._key,), spoken(said, SAID_SIZE_BYTES_MAX // adapter.world_size))
             return
         self._client = None
         if adapter.rank == 0:
-            said = [json.loads(words) for words in client.kv("get", (self._key,)).value.decode().splitlines()]
-            if buffers := differing([(part, found) for part, _, found in said]):
+            lines = client.kv("get", (self._key,)).value.decode().splitlines()
+            said_by: list[Said] = [json.loads(words) for words in lines]
+            if copies := all_alike([drawn for *_, drawn in said_by]):
+                log.warning(
+                    "holdfast: all %d copies of the model have drawn the same batch for the first step, so each sample "
+                    "counts %d times: give the loader a DistributedSampler, or let each rank draw data of its own",
+                    copies,
+                    copies,
+                )
+            if buffers := differing([(part, found) for part, _, found, _ in said_by]):
                 log.warning(
                     "holdfast: not the same on all ranks: %s, %s first: who takes a lost rank's place, "
                     "or starts from a checkpoint, has those of another rank; DDP(broadcast_buffers=True) keeps them "
@@ -67,7 +78,7 @@ class Common:
                     plural(len(buffers), "buffer"),
                     buffers[0],
                 )
-            for name in differing([(part, found) for part, found, _ in said]):
+            for name in differing([(part, found) for part, found, *_ in said_by]):
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks: it is that of the job, and who takes a lost '
                     "rank's place, or starts from a checkpoint, has that of another rank; what is one rank's belongs "
@@ -81,8 +92,8 @@ def spoken(said: Said, size_bytes_max: int) -> bytes:
     line = f"{json.dumps(said)}\n".encode()
     if len(line) <= size_bytes_max:
         return line
-    part, items, buffers = said
-    return f"{json.dumps((part, _together(items), _together(buffers)))}\n".encode()
+    part, items, buffers, drawn = said
+    return f"{json.dumps((part, _together(items), _together(buffers), drawn))}\n".encode()
 
 
 def _together(found: Mapping[str, str]) -> dict[str, str]:
@@ -90,7 +101,22 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
     return {f"one of {len(found)}": total.hexdigest()} if found else {}
 
 
-def digests(adapter: Adapter, collected: Collected, left_out: Set[str]) -> Said:
+def all_alike(drawn: Sequence[Sequence[int]]) -> int:
+    """How many copies of the model have all drawn the same batches; 0: they have not, or a rank has not said.
+
+    Args:
+        drawn: of each rank: the number of its copy, and the digests of the batches of one step.
+    """
+    if not all(drawn):
+        return 0
+    copies = {copy for copy, *_ in drawn}
+    batches = {tuple(found) for _, *found in drawn}
+    return len(copies) if len(copies) > 1 and len(batches) == 1 else 0
+
+
+def digests(
+    adapter: Adapter, collected: Collected, left_out: Set[str]
+) -> tuple[str, dict[str, str], dict[str, str]]:
     """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
     state = collected.values.get("state", {})
     compared = {name: value for name, value in state.items() if name not in left_out}

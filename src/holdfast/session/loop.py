@@ -26,7 +26,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from holdfast.adapters.base import Adapter, Feed, StandsForOthers
 from holdfast.adapters.values import Plain
@@ -513,6 +513,12 @@ class Loops:
             if self._proof.record is not None:
                 self.local["drawn"] = self._proof.record
         return self._payload(self.local) if self.local else None
+
+    def digests_of(self, step: int) -> list[int]:
+        """Of the batches that this rank has drawn for ``step``; empty: not known."""
+        record = self._proof.record
+        known = record is not None and record["step"] == step
+        return cast("list[int]", record["digests"]) if record is not None and known else []
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
         """For the page; None when it has this, or cannot have it."""

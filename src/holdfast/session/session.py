@@ -456,7 +456,7 @@ class Session(Repeating):
 
     def after_ready(self, step: Step, tally: Tally) -> None:
         """A step is committed: save what was asked for, leave when all agreed to."""
-        self._common.committed()
+        self._common.committed(self._loops.digests_of(step.number))
         if not self._rank.fenced:  # else the vote after the recovery asks again
             self._behind.committed(tally)
 

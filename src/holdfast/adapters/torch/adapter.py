@@ -106,7 +106,7 @@ class TorchAdapter:
         self._refuse_hooks()
         self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
         with exempt():
-            self._copy = copy_of(model, self.rank, self.world_size)
+            self.copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
         self._parts = Parts(self.state.names.parameters)
         self._accumulating = Accumulating()
@@ -136,9 +136,9 @@ class TorchAdapter:
     def become(self, rank: int) -> None:
         """A spare was called."""
         self.rank = rank
-        self._copy = copy_of(self._model, rank, self.world_size)
+        self.copy = copy_of(self._model, rank, self.world_size)
         if self._feed is not None:
-            self._feed.become(self._copy.number)
+            self._feed.become(self.copy.number)
 
     # ------------------------------------------------------------------ hooks
 
@@ -340,7 +340,7 @@ class TorchAdapter:
         """Batches of ``loader``. Raises: UsageError."""
         stand_in = standin.current()
         spare = stand_in is not None and not stand_in.called
-        self._feed = Feed(make_source(loader, self._seed, self._copy.number, spare=spare))
+        self._feed = Feed(make_source(loader, self._seed, self.copy.number, spare=spare))
         return self._feed
 
     # ------------------------------------------------------------------ step
@@ -379,7 +379,7 @@ class TorchAdapter:
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
-        worker = self._copy.number + self._copy.numbers * part  # whose work it is when all ranks are there
+        worker = self.copy.number + self.copy.numbers * part  # whose work it is when all ranks are there
         reseed(self._seed, worker, step, between=between)
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
 
@@ -514,12 +514,12 @@ class TorchAdapter:
     @property
     def partial(self) -> bool:
         """This rank alone has no whole copy of the model."""
-        return self._copy.numbers != self.world_size
+        return self.copy.numbers != self.world_size
 
     @property
     def others(self) -> Others | None:
         """Blocks of other ranks, run here (``adapters.base.StandsForOthers``)."""
-        return None if self.partial else Others(self._fabric, self.state, self._seed, self._copy)
+        return None if self.partial else Others(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
         """What the block finds."""

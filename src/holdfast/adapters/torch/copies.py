@@ -8,13 +8,12 @@ of DTensor parameters; a copy is then named by the lowest of its ranks. A rank w
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from holdfast.adapters.base import Copy
 from holdfast.adapters.torch import private
 from holdfast.adapters.torch.heal import instances
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
@@ -29,13 +28,6 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
                     mesh: DeviceMesh = group.mesh_info.mesh
                     return mesh
     return None
-
-
-class Copy(NamedTuple):
-    """One copy of the model: ``number`` is equal on the ranks that hold parts of it, and below ``numbers``."""
-
-    number: int
-    numbers: int
 
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:

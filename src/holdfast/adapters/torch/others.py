@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from holdfast.adapters.torch.copies import Copy
+from holdfast.adapters.base import Copy
 from holdfast.adapters.torch.data import Feed, MapSource, make_source, unwrapped
 from holdfast.adapters.torch.fabric import Fabric
 from holdfast.adapters.torch.proof import gradients_in

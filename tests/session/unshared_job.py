@@ -1,0 +1,34 @@
+"""Two ranks with the same dataset: ``python unshared_job.py WAY``; only in the way ``shared`` a sampler deals it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast
+
+
+def main(way: str) -> None:
+    """Train."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 8))
+    sampler: DistributedSampler[Any] | None = DistributedSampler(data) if way == "shared" else None
+    loader = DataLoader(data, 4, sampler=sampler)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.session(model=model, optimizer=optimizer) as s:
+        for step in s.steps(loader, until=3):
+            with step as (x,):
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
