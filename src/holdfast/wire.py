@@ -3,19 +3,18 @@
 A frame is a 4-byte big-endian length and that many bytes of msgpack. Before both sides have proved that they know the
 run's token, a frame may be at most ``GREETING_SIZE_BYTES_MAX`` long and only :data:`Greeting` is decoded.
 
-Handshake (mutual, HMAC-SHA256 with labels, so that no side's proof can be replayed as the other's)::
+Handshake (mutual; ``sealing.py`` derives proofs and keys from token, both nonces, version, service and role)::
 
     server -> client   Challenge(version, nonce_s)
-    client -> server   Answer(version, role, nonce_c, HMAC(token, "client" | role | nonce_s | nonce_c))
-    server -> client   Welcome(HMAC(token, "server" | role | nonce_s | nonce_c))   or Refused(reason)
+    client -> server   Answer(version, role, nonce_c, client_proof, service)
+    server -> client   Welcome(server_proof)   or Refused(reason)
 
-The token itself never travels.
+The token itself never travels. In each later frame a tag follows the msgpack: it proves that the other end has sent
+this frame, on this connection, in this place.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections import Counter
 from typing import Generic, TypeVar
 
@@ -26,6 +25,7 @@ from holdfast.core import sightings as o
 from holdfast.core import spares
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
+from holdfast.sealing import TAG_SIZE_BYTES, Keys, Seal, same
 
 WireMessage = (
     m.WorkerHello
@@ -109,6 +109,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     role: str
     nonce: bytes
     proof: bytes
+    service: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +119,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server closes: ``version`` or ``token``."""
+    """The server closes: ``version``, ``service`` or ``token``."""
 
     reason: str
 
@@ -143,7 +144,7 @@ class Codec(Generic[M]):
         """One message as msgpack."""
         return self._encoder.encode(message)
 
-    def decode(self, payload: bytes) -> M:
+    def decode(self, payload: bytes | memoryview) -> M:
         """Inverse of :meth:`encode`.
 
         Raises:
@@ -165,9 +166,13 @@ def frame(payload: bytes) -> bytes:
     Raises:
         ProtocolError: longer than ``FRAME_SIZE_BYTES_MAX``.
     """
+    return _prefix(payload) + payload
+
+
+def _prefix(payload: bytes, more_bytes: int = 0) -> bytes:
     if len(payload) > FRAME_SIZE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {FRAME_SIZE_BYTES_MAX}")
-    return len(payload).to_bytes(PREFIX_SIZE_BYTES, "big") + payload
+    return (len(payload) + more_bytes).to_bytes(PREFIX_SIZE_BYTES, "big")
 
 
 class FrameReader:
@@ -216,25 +221,41 @@ class Link(Generic[M]):
         codec: what travels after the handshake.
         token: secret of the run.
         nonce: ``NONCE_SIZE_BYTES`` fresh random bytes (the shell's duty).
+        service: what listens, see ``runtime/services.py``.
         role: what this client is; None for the server's side.
         refused: counts refused frames by reason; shared by all links of a process.
     """
 
     def __init__(
-        self, codec: Codec[M], token: bytes, nonce: bytes, *, role: str | None, refused: Counter[str]
+        self,
+        codec: Codec[M],
+        token: bytes,
+        nonce: bytes,
+        *,
+        service: str,
+        role: str | None,
+        refused: Counter[str],
     ) -> None:
-        self.open = False
         self.peer_role = ""
         self._codec = codec
         self._token = token
         self._nonce = nonce
+        self._service = service
         self._role = role
         self._refused = refused
         self._reader = FrameReader(GREETING_SIZE_BYTES_MAX)
         self._output = bytearray()
-        self._peer_nonce = b""
+        self._keys: Keys | None = None  # of a client that waits for its welcome
+        self._seals: tuple[Seal, Seal] | None = None  # of what goes out, of what comes in
+        self._doing = "greeting"
+        self._broken = False
         if role is None:
             self._greet(Challenge(PROTOCOL_VERSION, nonce))
+
+    @property
+    def open(self) -> bool:
+        """Both sides have proved that they know the token."""
+        return self._seals is not None
 
     def take_output(self) -> bytes:
         """Bytes to send now; empty when there are none."""
@@ -248,9 +269,12 @@ class Link(Generic[M]):
         Raises:
             ProtocolError: the handshake is not done, or the message is too long.
         """
-        if not self.open:
+        if self._seals is None:
             raise ProtocolError("a message was sent before the handshake was done")
-        self._output += frame(self._codec.encode(message))
+        payload = self._codec.encode(message)
+        self._output += _prefix(payload, TAG_SIZE_BYTES)
+        self._output += payload
+        self._output += self._seals[0].tag(payload)
 
     @property
     def partial(self) -> bool:
@@ -258,48 +282,53 @@ class Link(Generic[M]):
         return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:
-        """Take in bytes and return the complete messages. After an error the connection must be closed.
+        """Take in bytes and return the complete messages. After an error nothing more is taken: close the connection.
 
         Raises:
             AuthError: the peer does not know the token, or speaks another version.
-            ProtocolError: a frame that is too long, out of place or not a message.
+            ProtocolError: it means another service; a frame that is too long, out of place, not from the other end
+                or not a message.
         """
+        if self._broken:
+            raise ProtocolError("nothing is taken after a refused frame")
         self._reader.feed(data)
         messages: list[M] = []
         try:
             while (payload := self._reader.next()) is not None:
-                if self.open:
-                    messages.append(self._codec.decode(payload))
-                else:
+                if self._seals is None:
                     self._handshake(_GREETINGS.decode(payload))
-        except AuthError:
-            self._refused["token"] += 1
-            raise
-        except ProtocolError:
-            self._refused["frame" if self.open else "greeting"] += 1
+                else:
+                    self._doing = "seal"
+                    unsealed = self._seals[1].unsealed(payload)
+                    self._doing = "frame"
+                    messages.append(self._codec.decode(unsealed))
+        except ProtocolError as error:
+            self._broken = True
+            self._refused["token" if isinstance(error, AuthError) else self._doing] += 1
             raise
         return messages
 
     def _greet(self, greeting: Greeting) -> None:
         self._output += frame(_GREETINGS.encode(greeting))
 
-    def _proof(self, label: str, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-        text = b"\0".join((b"holdfast", label.encode(), role.encode())) + server_nonce + client_nonce
-        return hmac.digest(self._token, text, hashlib.sha256)
+    def _derive(self, role: str, server_nonce: bytes, client_nonce: bytes) -> Keys:
+        context = (str(PROTOCOL_VERSION), self._service, role)
+        return Keys.of(self._token, server_nonce + client_nonce, *context)
 
     def _handshake(self, greeting: Greeting) -> None:
+        if isinstance(greeting, Refused) and greeting.reason == "service":
+            raise ProtocolError(f"the {self._service} does not listen there, another service does")
         if isinstance(greeting, Refused) and self._role is not None:
             raise AuthError(
                 f"the server refused this {self._role}: wrong {greeting.reason}",
                 hint=SAME_VERSION if greeting.reason == "version" else _SAME_TOKEN,
             )
-        if isinstance(greeting, Challenge) and self._role is not None and not self._peer_nonce:
+        if isinstance(greeting, Challenge) and self._role is not None and self._keys is None:
             self._answer(greeting, self._role)
-        elif isinstance(greeting, Welcome) and self._role is not None and self._peer_nonce:
-            expected = self._proof("server", self._role, self._peer_nonce, self._nonce)
-            if not hmac.compare_digest(expected, greeting.proof):
+        elif isinstance(greeting, Welcome) and self._keys is not None:
+            if not same(self._keys.server_proof, greeting.proof):
                 raise AuthError("the server does not know the token of this run", hint=_SAME_TOKEN)
-            self._opened()
+            self._opened(self._keys.from_client, self._keys.from_server)
         elif isinstance(greeting, Answer) and self._role is None:
             self._judge(greeting)
         else:
@@ -312,26 +341,31 @@ class Link(Generic[M]):
                 f"the server speaks protocol version {challenge.version}, this process {PROTOCOL_VERSION}",
                 hint=SAME_VERSION,
             )
-        self._peer_nonce = challenge.nonce
-        proof = self._proof("client", role, challenge.nonce, self._nonce)
-        self._greet(Answer(PROTOCOL_VERSION, role, self._nonce, proof))
+        self._keys = self._derive(role, challenge.nonce, self._nonce)
+        self._greet(Answer(PROTOCOL_VERSION, role, self._nonce, self._keys.client_proof, self._service))
 
     def _judge(self, answer: Answer) -> None:
         _check_nonce(answer.nonce)
-        expected = self._proof("client", answer.role, self._nonce, answer.nonce)
         if answer.version != PROTOCOL_VERSION:
             self._greet(Refused("version"))
             raise AuthError(f"a client speaks protocol version {answer.version}, not {PROTOCOL_VERSION}")
-        if answer.role not in ROLES or not hmac.compare_digest(expected, answer.proof):
+        if answer.service != self._service:
+            self._doing = "service"
+            self._greet(Refused("service"))
+            raise ProtocolError(f"a client has come for {answer.service[:80]!r}, this is {self._service!r}")
+        keys = self._derive(answer.role, self._nonce, answer.nonce)
+        if answer.role not in ROLES or not same(keys.client_proof, answer.proof):
             self._greet(Refused("token"))
             raise AuthError("a client does not know the token of this run")
         self.peer_role = answer.role
-        self._greet(Welcome(self._proof("server", answer.role, self._nonce, answer.nonce)))
-        self._opened()
+        self._greet(Welcome(keys.server_proof))
+        self._opened(keys.from_server, keys.from_client)
 
-    def _opened(self) -> None:
-        self.open = True
-        self._reader.limit_bytes = FRAME_SIZE_BYTES_MAX
+    def _opened(self, outgoing: bytes, incoming: bytes) -> None:
+        self._seals = Seal(outgoing), Seal(incoming)
+        self._keys = None
+        self._doing = "frame"
+        self._reader.limit_bytes = FRAME_SIZE_BYTES_MAX + TAG_SIZE_BYTES
 
 
 def _check_nonce(nonce: bytes) -> None:

@@ -18,6 +18,7 @@ from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token, tok
 from holdfast.compat.processor import start_controller
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.services import TTP
 from holdfast.runtime.spawn import free_port
 from holdfast.store.place import ROOT_VARIABLE
 from holdfast.store.root import Root
@@ -163,7 +164,7 @@ def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     pid = start_controller("localhost", port, 1)
     try:
         until("it listens", lambda: journal.read(path).events)
-        rank = BlockingChannel.connect(LINES, "localhost", port, token("localhost", port), "worker")
+        rank = BlockingChannel.connect(LINES, "localhost", port, token("localhost", port), TTP, "worker")
         rank.close()
     finally:
         os.kill(pid, 9)
@@ -182,8 +183,8 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     try:
         until("it listens", lambda: path.exists() and journal.read(path).events)
         with pytest.raises(AuthError):
-            BlockingChannel.connect(LINES, "127.0.0.1", port, b"y" * 64, "worker")
-        honest = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), "worker")
+            BlockingChannel.connect(LINES, "127.0.0.1", port, b"y" * 64, TTP, "worker")
+        honest = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
         honest.send(Here(rank=0, world_size=1, pid=1))
         until("it is heard", lambda: [e for e in journal.read(path).events if e.kind == "here"])
         honest.close()
@@ -218,7 +219,7 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
     pid = start_controller("127.0.0.1", port, 2)
     until("it listens", lambda: journal.read(path).events)
     rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
-    other = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), "worker")
+    other = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
     try:
         other.send(Here(rank=1, world_size=2, pid=1))
         until("both are here", lambda: len([e for e in journal.read(path).events if e.kind == "here"]) == 2)

@@ -40,6 +40,7 @@ from holdfast.runtime.client import Client
 from holdfast.runtime.launch import AgentLink
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, try_lock
+from holdfast.runtime.services import agent_of
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -79,8 +80,8 @@ class Desk:
             on_close=lambda channel: self.channels.remove(channel),
         )
         self.refused = hub.refused
-        server, port = await hub.listen()
-        self.run.write_endpoint("agent", "127.0.0.1", port)
+        server, port = await hub.listen(agent_of("node0"))
+        self.run.write_endpoint("agent", "127.0.0.1", port, node="node0")
         self._up.set()
         await self._stop.wait()
         server.close()
@@ -139,7 +140,9 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
         with pytest.raises(AuthError, match="wrong token"):
-            BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, b"x" * 64, "worker")
+            BlockingChannel.connect(
+                MESSAGES, endpoint.host, endpoint.port, b"x" * 64, agent_of("node0"), "worker"
+            )
         until("counted", lambda: desk.refused.get("token") == 1)
         assert desk.heard == []
         run.token_file.write_bytes(secrets.token_hex(32).encode())
@@ -180,7 +183,9 @@ def test_an_oversized_frame_after_the_handshake_is_cut_off(run: RunDir) -> None:
     with Desk(run) as desk:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
-        channel = BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, run.token(), "worker")
+        channel = BlockingChannel.connect(
+            MESSAGES, endpoint.host, endpoint.port, run.token(), agent_of("node0"), "worker"
+        )
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             sock.sendall(b"\x7f\xff\xff\xff")
             with pytest.raises(ConnectionError):

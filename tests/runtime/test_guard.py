@@ -21,11 +21,12 @@ from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.guard import RESERVE, Strangers, is_accept, raise_limit
 from holdfast.runtime.handover import fetch
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import zygote_of
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Preloaded
 from holdfast.wire import MESSAGES, frame
 from tests.runtime.runs import BOUND_S, SOURCE, Run, until
 from tests.runtime.strangers import LIMIT, Crowd, many_files
-from tests.runtime.test_handover import TOKEN, VALUES
+from tests.runtime.test_handover import FIRST, TOKEN, VALUES
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_the_limit_is_raised_to_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
 
 CHILD = f"""
 import os, resource, sys, threading
-from tests.runtime.test_handover import TOKEN, VALUES, view
+from tests.runtime.test_handover import FIRST, TOKEN, VALUES, view
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 
 def own_work():
@@ -91,14 +92,15 @@ from holdfast.runtime.channel import Hub
 from holdfast.wire import MESSAGES, frame
 async def main():
     hub = Hub(MESSAGES, TOKEN, on_open=lambda c: None, on_message=lambda c, m: c.send(m), on_close=lambda c: None)
-    server, port = await hub.listen()
+    server, port = await hub.listen("echo")
     print(port, flush=True)
     await asyncio.to_thread(own_work)
 asyncio.run(main())
 """
 ANSWERS = """
 from holdfast.runtime.handover import StateServer
-print(StateServer(view, VALUES, TOKEN).start("127.0.0.1"), flush=True)
+from holdfast.runtime.services import state_of
+print(StateServer(view, VALUES, TOKEN, state_of(0, FIRST)).start("127.0.0.1"), flush=True)
 own_work()
 """
 ZYGOTE = """
@@ -110,7 +112,7 @@ from holdfast.runtime.zygote import Zygote
 listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 print(listener.getsockname()[1], flush=True)
 threading.Thread(target=own_work, daemon=True).start()
-Zygote(RunDir(sys.argv[1]), TOKEN, Preloaded({}, {}, 1), listener).serve()
+Zygote(RunDir(sys.argv[1]), TOKEN, Preloaded({}, {}, 1), listener, "node0").serve()
 """
 MESH = """
 import numpy as np
@@ -183,17 +185,19 @@ def befriend(code: str, port: int) -> None:
     """A member comes, and is answered."""
     if code == HUB:
         with closing(
-            BlockingChannel.connect(MESSAGES, "127.0.0.1", port, TOKEN, "worker", timeout_s=BOUND_S)
+            BlockingChannel.connect(MESSAGES, "127.0.0.1", port, TOKEN, "echo", "worker", timeout_s=BOUND_S)
         ) as hub:
             hub.send(StopRun(reason="echo"))
             assert hub.receive(BOUND_S) == StopRun(reason="echo")
     elif code == ZYGOTE:
         with closing(
-            BlockingChannel.connect(ZYGOTE_MESSAGES, "127.0.0.1", port, TOKEN, "agent", timeout_s=BOUND_S)
+            BlockingChannel.connect(
+                ZYGOTE_MESSAGES, "127.0.0.1", port, TOKEN, zygote_of("node0"), "agent", timeout_s=BOUND_S
+            )
         ) as line:
             assert isinstance(line.receive(BOUND_S), Preloaded)
     else:
-        assert fetch({0: ("127.0.0.1", port)}, [], TOKEN) == VALUES
+        assert fetch({0: ("127.0.0.1", port)}, [], TOKEN, FIRST) == VALUES
 
 
 @pytest.mark.processes

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.ids import Generation
 from holdfast.errors import AuthError, InternalError, PeerLost
 from holdfast.runtime import handover
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.handover import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
+from holdfast.runtime.services import state_of
 from holdfast.store.layout import Box
 from tests.runtime.runs import SOURCE
 
 TOKEN = b"t" * 32
+FIRST = Generation(1, 1)
 VALUES = b"plain values"
 BIG = 2 * PIECE_SIZE_BYTES + 17
 SIZES = {"big": BIG, "small": 5, "other": PIECE_SIZE_BYTES}
@@ -52,7 +55,7 @@ class Servers:
 
     def add(self, rank: int, token: bytes = TOKEN, **changed: object) -> StateServer:
         """One more server."""
-        server = StateServer(changed.get("view", view), VALUES, token)  # type: ignore[arg-type]
+        server = StateServer(changed.get("view", view), VALUES, token, state_of(rank, FIRST))  # type: ignore[arg-type]
         self.at[rank] = ("127.0.0.1", server.start("127.0.0.1"))
         self.open.append(server)
         return server
@@ -85,7 +88,7 @@ def test_the_load_is_spread_over_all_holders(servers: Servers) -> None:
             return view(fqn, at, start, stop)
 
         servers.add(rank, view=counted)
-    assert fetch(servers.at, servers.wanted((0, 3)), TOKEN) == VALUES
+    assert fetch(servers.at, servers.wanted((0, 3)), TOKEN, FIRST) == VALUES
     servers.check()
     assert all(count >= 2 for count in asked.values()), asked
 
@@ -96,10 +99,10 @@ def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
 
     servers.add(0, view=nothing)
     servers.add(1)
-    assert fetch(servers.at, servers.wanted((0, 1)), TOKEN) == VALUES
+    assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST) == VALUES
     servers.check()
     with pytest.raises(PeerLost, match="gone"):
-        fetch({0: servers.at[0]}, servers.wanted((0,)), TOKEN)
+        fetch({0: servers.at[0]}, servers.wanted((0,)), TOKEN, FIRST)
 
 
 def test_bytes_that_do_not_fit_their_digest_are_not_taken(
@@ -115,7 +118,7 @@ def test_bytes_that_do_not_fit_their_digest_are_not_taken(
     servers.add(0)
     servers.add(1)
     monkeypatch.setattr(handover, "_digest", flipped)
-    fetch(servers.at, servers.wanted((0, 1)), TOKEN)
+    fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST)
     servers.check()
     assert calls > 8
 
@@ -123,13 +126,16 @@ def test_bytes_that_do_not_fit_their_digest_are_not_taken(
 CHILD = """
 import sys, time
 from tests.runtime.test_handover import TOKEN, VALUES, view
+from holdfast.core.ids import Generation
 from holdfast.runtime.handover import StateServer
+from holdfast.runtime.services import state_of
+FIRST = Generation(1, 1)
 def slow(fqn, box, start, stop):
     if fqn == "big":
         print("asked", flush=True)
         time.sleep(60)
     return view(fqn, box, start, stop)
-print(StateServer(slow, VALUES, TOKEN).start("127.0.0.1"), flush=True)
+print(StateServer(slow, VALUES, TOKEN, state_of(0, FIRST)).start("127.0.0.1"), flush=True)
 time.sleep(60)
 """
 
@@ -150,21 +156,21 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
             return view(fqn, at, start, stop)
 
         servers.open[0]._view = kill
-        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN) == VALUES
+        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST) == VALUES
     servers.check()
 
 
 def test_a_stranger_gets_nothing(servers: Servers) -> None:
     servers.add(0)
     with pytest.raises((PeerLost, AuthError), match="token"):
-        fetch(servers.at, servers.wanted((0,)), b"x" * 32)
+        fetch(servers.at, servers.wanted((0,)), b"x" * 32, FIRST)
     assert not any(servers.buffers["big"])
 
 
 def test_what_nobody_holds_is_named(servers: Servers, tmp_path: Path) -> None:
     servers.add(0)
     with pytest.raises(PeerLost, match="nobody gives big"):
-        fetch(servers.at, servers.wanted((7,)), TOKEN)
+        fetch(servers.at, servers.wanted((7,)), TOKEN, FIRST)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_a_question_for_bytes_that_are_not_there_is_refused(
 ) -> None:
     servers.add(0)
     line: BlockingChannel[handover.Talk] = BlockingChannel.connect(
-        handover._CODEC, *servers.at[0], TOKEN, handover.ROLE
+        handover._CODEC, *servers.at[0], TOKEN, state_of(0, FIRST), handover.ROLE
     )
     piece = handover.Piece("big", (0,), (BIG,), start, size_bytes)
     for pieces in ((piece,), ()):

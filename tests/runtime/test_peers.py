@@ -13,6 +13,7 @@ from holdfast.release import VERSION
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import PEERS
 from holdfast.runtime.settings import RunSettings
 from tests.runtime.runs import BOUND_S
 
@@ -36,7 +37,7 @@ def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> Non
             log.close()
 
     def introduced(to: Peer) -> PeerMessage:
-        line = BlockingChannel.connect(PEER_MESSAGES, to.host, to.port, run.token(), "peer")
+        line = BlockingChannel.connect(PEER_MESSAGES, to.host, to.port, run.token(), PEERS, "peer")
         with closing(line):
             line.receive(BOUND_S)
             peer = Peer(NodeId("node1"), "elsewhere", "127.0.0.1", 1, 0)

@@ -27,6 +27,7 @@ from holdfast.runtime.fading import Fading
 from holdfast.runtime.page import Page
 from holdfast.runtime.procs import Processes, sweep
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import zygote_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Order, ZygoteMessage
 from holdfast.runtime.zygote import device_in_use
@@ -265,7 +266,7 @@ async def hangs_up(run: RunDir, times: int) -> AsyncIterator[None]:
         on_message=lambda channel, message: None,
         on_close=lambda channel: None,
     )
-    server, port = await hub.listen()
+    server, port = await hub.listen(zygote_of("node0"))
     run.write_endpoint("zygote", "127.0.0.1", port)
     async with server:
         yield

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence
 from holdfast.errors import AuthError, ProtocolError
+from holdfast.sealing import TAG_SIZE_BYTES
 from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, WireMessage, frame
 
 TOKEN = b"t" * 32
@@ -21,8 +22,8 @@ def pair(
     client_token: bytes = TOKEN, role: str = "worker"
 ) -> tuple[Link[WireMessage], Link[WireMessage], Counter[str]]:
     refused: Counter[str] = Counter()
-    server = Link(MESSAGES, TOKEN, b"s" * 32, role=None, refused=refused)
-    client = Link(MESSAGES, client_token, b"c" * 32, role=role, refused=Counter())
+    server = Link(MESSAGES, TOKEN, b"s" * 32, service="desk", role=None, refused=refused)
+    client = Link(MESSAGES, client_token, b"c" * 32, service="desk", role=role, refused=Counter())
     return server, client, refused
 
 
@@ -90,15 +91,15 @@ def test_before_the_handshake_frames_are_short_and_nothing_may_be_sent() -> None
 def test_oversized_and_unknown_frames_are_refused_after_the_handshake() -> None:
     server, client, refused = pair()
     shake(server, client)
-    with pytest.raises(ProtocolError, match=f"limit of {FRAME_SIZE_BYTES_MAX}"):
-        server.receive((FRAME_SIZE_BYTES_MAX + 1).to_bytes(4, "big"))
-    server, client, refused = pair()
-    shake(server, client)
-    with pytest.raises(ProtocolError, match="no known message"):
-        server.receive(frame(b"\x81\xa4type\xa3Hax"))
-    with pytest.raises(ProtocolError):
-        server.receive(frame(MESSAGES.encode(FENCE)[:-3]))
-    assert refused["frame"] == 2
+    with pytest.raises(ProtocolError, match=f"limit of {FRAME_SIZE_BYTES_MAX + TAG_SIZE_BYTES}"):
+        server.receive((FRAME_SIZE_BYTES_MAX + TAG_SIZE_BYTES + 1).to_bytes(4, "big"))
+    for payload in (b"\x81\xa4type\xa3Hax", MESSAGES.encode(FENCE)[:-3]):
+        server, client, refused = pair()
+        shake(server, client)
+        assert client._seals is not None
+        with pytest.raises(ProtocolError, match="no known message"):
+            server.receive(frame(payload + client._seals[0].tag(payload)))
+        assert refused == {"frame": 1}
     with pytest.raises(ProtocolError, match="exceeds"):
         frame(bytes(FRAME_SIZE_BYTES_MAX + 1))
 
@@ -138,6 +139,6 @@ def test_a_frame_that_is_nested_deeply_is_no_message(depth: int) -> None:
     with pytest.raises(ProtocolError, match="no known message"):
         MESSAGES.decode(body)
     if len(body) <= GREETING_SIZE_BYTES_MAX:
-        server = Link(MESSAGES, TOKEN, bytes(32), role=None, refused=Counter())
+        server = Link(MESSAGES, TOKEN, bytes(32), service="desk", role=None, refused=Counter())
         with pytest.raises(ProtocolError):
             server.receive(frame(body))

@@ -30,14 +30,14 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         return SimpleNamespace(view=lambda fqn, box: memoryview(b""))
 
     def read(offer: StateOffered) -> object:
-        found = fetch({0: (offer.host, offer.port)}, [], run.token(), (0,))
+        found = fetch({0: (offer.host, offer.port)}, [], run.token(), offer.generation, (0,))
         return decode_mapping(found, "values")["collected"]
 
     def require(step: int) -> None:
         raise StateError("the script has changed weights")
 
     client: Any = SimpleNamespace(
-        member_id=MemberId(1), run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
+        member_id=MemberId(1), rank=0, run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
     )
     refused: list[object] = []
     giver = Giver(
@@ -71,7 +71,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
     run = Run(tmp_path, nnodes=2, nnodes_max=2, bind="203.0.113.1").dir  # an address of no machine
     offers: list[object] = []
     client: Any = SimpleNamespace(
-        member_id=MemberId(1), run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
+        member_id=MemberId(1), rank=0, run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
     )
     giver = Giver(
         client,

@@ -12,6 +12,7 @@ from holdfast.journal import Journal
 from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.guard import raise_limit
 from holdfast.runtime.rundir import read_token
+from holdfast.runtime.services import TTP
 
 EMPTY_S = 300.0  # nobody came within this
 BIND_S = 10.0  # the controller of the job before may still hold the port
@@ -78,7 +79,7 @@ async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) 
     deadline_s = loop.time() + BIND_S
     while True:
         try:
-            listener, _ = await server.hub.listen(host, port)
+            listener, _ = await server.hub.listen(TTP, host, port)
             break
         except OSError as error:
             if loop.time() > deadline_s:

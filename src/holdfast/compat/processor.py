@@ -46,6 +46,7 @@ from holdfast.compat.line import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, m
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.rundir import open_log
+from holdfast.runtime.services import TTP
 from holdfast.session.signals import ExitWatch
 
 log = logging.getLogger("holdfast")
@@ -133,7 +134,7 @@ class Processor:
         deadline_s = time.monotonic() + CONNECT_S
         while True:
             try:
-                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), ROLE)
+                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), TTP, ROLE)
                 break
             except (OSError, AuthError, ProtocolError) as error:
                 # The one of the job before may still be there, with another secret.

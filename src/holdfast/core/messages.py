@@ -18,7 +18,7 @@ import msgspec
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
 from holdfast.core.layouts import Layout, Layouts
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_SIZE_BYTES_MAX = 64 * 1024 * 1024
 TEXT_SIZE_MAX = 64 * 1024
 

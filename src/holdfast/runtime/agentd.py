@@ -74,6 +74,7 @@ from holdfast.runtime.procs import (
 from holdfast.runtime.remains import Remains
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.scribe import Scribe
+from holdfast.runtime.services import agent_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import leave_probe, share_checkpoints
 from holdfast.runtime.spawn import Order, free_port, log_root, spare_order, worker_env, worker_log
@@ -177,8 +178,8 @@ class AgentDaemon:
         Raises:
             HoldfastError: the machine or its surroundings broke; the launcher starts a successor.
         """
-        server, port = await self._hub.listen()
-        self._run.write_endpoint("agent", "127.0.0.1", port)
+        server, port = await self._hub.listen(agent_of(self._settings.node))
+        self._run.write_endpoint("agent", "127.0.0.1", port, node=self._settings.node)
         self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
         self._driver.guard_loop()
         self._driver.start()

@@ -31,6 +31,7 @@ from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.driver import watched
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import memory_of
 from holdfast.runtime.serving import AnswerServer
 from holdfast.store.memory import Incoming, Slots, digest_of, kept_steps, open_kept, read_raw
 from holdfast.wire import Codec
@@ -92,11 +93,12 @@ class BuddyServer(AnswerServer[Talk]):
 
     Args:
         directory: of the slots.
+        node: that this is.
         on_held: told of each rank whose states have changed, in a thread of the server.
     """
 
-    def __init__(self, directory: Path, token: bytes, on_held: Callable[[int], None]) -> None:
-        super().__init__(_CODEC, token)
+    def __init__(self, directory: Path, token: bytes, node: str, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, token, memory_of(node))
         self._directory = directory
         self._on_held = on_held
         self._incoming: dict[int, Incoming] = {}
@@ -137,15 +139,21 @@ class BuddyServer(AnswerServer[Talk]):
 
 
 def push(
-    directory: Path, rank: int, step: int, to: tuple[str, int], token: bytes, generation: int = 0
+    directory: Path,
+    rank: int,
+    step: int,
+    node: str,
+    to: tuple[str, int],
+    token: bytes,
+    generation: int = 0,
 ) -> int:
-    """Send one state to the agent that listens at ``to``; its digest when that has it, verified, else 0.
+    """Send one state to the agent of ``node``, which listens at ``to``; its digest when that has it, verified, else 0.
 
     Args:
         generation: of the process whose state it is, packed.
     """
     try:
-        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, ROLE)
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, memory_of(node), ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
@@ -166,9 +174,9 @@ def push(
 
 def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
     """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
-    for at in peers.values():
+    for node, at in peers.items():
         try:
-            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, ROLE)
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, memory_of(node), ROLE)
         except (OSError, ProtocolError):
             continue
         try:
@@ -224,7 +232,7 @@ class Buddies:
         self._peers = peers
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._server = BuddyServer(directory, token, self._received)
+        self._server = BuddyServer(directory, token, me, self._received)
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -267,7 +275,7 @@ class Buddies:
             if buddy is not None:
                 at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
                 arrived = await asyncio.to_thread(
-                    push, self._directory, rank, newest.step, at, self._token, generation
+                    push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
                 )
             if arrived:
                 page[Word.ARRIVED] = arrived

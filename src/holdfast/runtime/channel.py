@@ -64,14 +64,18 @@ class Hub(Generic[M]):
         self.channels: set[Channel[M]] = set()
         self.strangers: Strangers[Channel[M]] = Strangers()
 
-    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> tuple[asyncio.Server, int]:
-        """Serve on a port, by default a free one; returns the server and the port.
+    async def listen(
+        self, service: str, host: str = "127.0.0.1", port: int = 0
+    ) -> tuple[asyncio.Server, int]:
+        """Serve as ``service`` on a port, by default a free one; returns the server and the port.
 
         Raises:
             OSError: the address is not one of this machine, or the port is taken.
         """
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Channel(self, role=None), host, port, backlog=BURST)
+        server = await loop.create_server(
+            lambda: Channel(self, service, role=None), host, port, backlog=BURST
+        )
         for each in server.sockets:
             with socket.socket(fileno=os.dup(each.fileno())) as listener:
                 listener.listen(BACKLOG)
@@ -87,16 +91,17 @@ class Hub(Generic[M]):
         for channel in list(self.channels):
             channel.abort()
 
-    async def connect(self, host: str, port: int, role: str) -> Channel[M]:
+    async def connect(self, host: str, port: int, service: str, role: str) -> Channel[M]:
         """Connect and wait for the handshake.
 
         Raises:
             OSError: nobody listens there.
             AuthError: the handshake failed.
+            ProtocolError: another service listens there.
             TimeoutError: the server did not finish the handshake.
         """
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: Channel(self, role=role), host, port)
+        _, channel = await loop.create_connection(lambda: Channel(self, service, role), host, port)
         try:
             await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
         except BaseException:
@@ -104,7 +109,7 @@ class Hub(Generic[M]):
             raise
         return channel
 
-    async def connect_soon(self, host: str, port: int, role: str) -> Channel[M]:
+    async def connect_soon(self, host: str, port: int, service: str, role: str) -> Channel[M]:
         """As :meth:`connect`, with another dial beside each that has no answer yet, and the first to succeed counts.
 
         TCP repeats a lost first packet after a second, then after two: too rarely on a line that loses many.
@@ -112,7 +117,7 @@ class Hub(Generic[M]):
         dials: set[asyncio.Task[Channel[M]]] = set()
         try:
             while True:
-                dials.add(asyncio.create_task(self.connect(host, port, role)))
+                dials.add(asyncio.create_task(self.connect(host, port, service, role)))
                 done, dials = await asyncio.wait(
                     dials, timeout=DIAL_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -129,12 +134,13 @@ class Hub(Generic[M]):
 class Channel(asyncio.Protocol, Generic[M]):
     """One asyncio connection. ``peer_role`` is what an authenticated client said it is."""
 
-    def __init__(self, hub: Hub[M], role: str | None) -> None:
+    def __init__(self, hub: Hub[M], service: str, role: str | None) -> None:
         self.hub = hub
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._role = role
-        self._link = Link(hub.codec, hub.token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=hub.refused)
+        nonce = os.urandom(NONCE_SIZE_BYTES)
+        self._link = Link(hub.codec, hub.token, nonce, service=service, role=role, refused=hub.refused)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -262,7 +268,14 @@ class BlockingChannel(Generic[M]):
 
     @staticmethod
     def connect(
-        codec: Codec[M], host: str, port: int, token: bytes, role: str, *, timeout_s: float = 5.0
+        codec: Codec[M],
+        host: str,
+        port: int,
+        token: bytes,
+        service: str,
+        role: str,
+        *,
+        timeout_s: float = 5.0,
     ) -> BlockingChannel[M]:
         """Connect and shake hands.
 
@@ -273,7 +286,8 @@ class BlockingChannel(Generic[M]):
         sock = socket.create_connection((host, port), timeout=timeout_s)
         try:
             tune(sock)
-            link = Link(codec, token, os.urandom(NONCE_SIZE_BYTES), role=role, refused=Counter())
+            nonce = os.urandom(NONCE_SIZE_BYTES)
+            link = Link(codec, token, nonce, service=service, role=role, refused=Counter())
             channel = BlockingChannel(sock, link)
             deadline_s = time.monotonic() + timeout_s
             while not link.open:

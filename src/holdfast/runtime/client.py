@@ -43,6 +43,7 @@ from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.flight import Flight
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import agent_of
 from holdfast.runtime.standin import StandIn
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -334,7 +335,8 @@ class Client:
         if endpoint is None:
             return None
         try:
-            return BlockingChannel.connect(MESSAGES, endpoint.host, endpoint.port, run.token(), "worker")
+            at, service = (endpoint.host, endpoint.port), agent_of(endpoint.node)
+            return BlockingChannel.connect(MESSAGES, *at, run.token(), service, "worker")
         except (OSError, ProtocolError):
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 

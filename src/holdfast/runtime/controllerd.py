@@ -49,6 +49,7 @@ from holdfast.runtime.driver import Driver, watched
 from holdfast.runtime.guard import raise_limit
 from holdfast.runtime.pids import ignore_warnings
 from holdfast.runtime.rundir import RunDir, probe_path
+from holdfast.runtime.services import controller_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.sharing import is_there
 from holdfast.store.complete import catalogue_of
@@ -190,7 +191,7 @@ class ControllerDaemon:
         )
         self._driver.guard_loop()
         self._driver.start()
-        server, port = await hub.listen(self._settings.bind)
+        server, port = await hub.listen(controller_of(self._term), self._settings.bind)
         self._run.write_endpoint("controller", self._settings.bind, port, self._term)
         beats = watched(self._beat(hub), self._driver.fail)
         alone = watched(self._left_alone(), self._driver.fail)

@@ -277,7 +277,7 @@ class Council:
             self._mirror.flush()  # it reads what this node has of the log
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
-            self._link.follow(command.lead.host, command.lead.port)
+            self._link.follow(command.lead.host, command.lead.port, command.lead.term)
         elif isinstance(command, StandDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
             self._link.kill_local()

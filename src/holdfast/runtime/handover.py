@@ -22,8 +22,10 @@ from typing import NoReturn, TypeVar
 import msgspec
 import xxhash
 
+from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.runtime.channel import BlockingChannel
+from holdfast.runtime.services import state_of
 from holdfast.runtime.serving import TIMEOUT_S, AnswerServer
 from holdfast.store.layout import Box
 from holdfast.wire import Codec
@@ -96,11 +98,14 @@ class StateServer(AnswerServer[Talk]):
             cannot read it.
         values: the encoded plain values.
         token: of the run.
+        service: whose state this is, see ``services.py``.
         moved: called with the number of bytes that are about to be given.
     """
 
-    def __init__(self, view: View, values: bytes, token: bytes, moved: Callable[[int], object] = int) -> None:
-        super().__init__(_CODEC, token)
+    def __init__(
+        self, view: View, values: bytes, token: bytes, service: str, moved: Callable[[int], object] = int
+    ) -> None:
+        super().__init__(_CODEC, token, service)
         self._moved = moved
         self._view = view
         self._values = values
@@ -131,6 +136,7 @@ def fetch(
     sources: Mapping[int, tuple[str, int]],
     wanted: Sequence[Wanted],
     token: bytes,
+    generation: Generation,
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
 ) -> bytes:
@@ -138,13 +144,14 @@ def fetch(
 
     Args:
         sources: rank -> host and port of its server.
+        generation: for which they serve.
         values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
         moved: called with the number of bytes of each batch that was taken.
 
     Raises:
         PeerLost: a piece has no holder left that gives it.
     """
-    peers = {rank: _Peer(rank, at, token) for rank, at in sources.items()}
+    peers = {rank: _Peer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -181,11 +188,12 @@ class _Part(msgspec.Struct):
 class _Peer:
     """One connection, made at its first use. ``lost`` says why it is not used any more."""
 
-    def __init__(self, rank: int, at: tuple[str, int], token: bytes) -> None:
+    def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
         self.rank = rank
         self.lost = ""
         self._at = at
         self._token = token
+        self._service = service
         self._lock = threading.Lock()
         self._channel: BlockingChannel[Talk] | None = None
 
@@ -210,8 +218,7 @@ class _Peer:
             raise PeerLost(self.lost)
         try:
             if self._channel is None:
-                host, port = self._at
-                self._channel = BlockingChannel.connect(_CODEC, host, port, self._token, ROLE)
+                self._channel = BlockingChannel.connect(_CODEC, *self._at, self._token, self._service, ROLE)
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):

@@ -12,7 +12,8 @@ from pathlib import Path
 from holdfast.core.messages import Ack, ExitRun, StopRun
 from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.channel import BlockingChannel
-from holdfast.runtime.rundir import RunDir, open_log
+from holdfast.runtime.rundir import Endpoint, RunDir, open_log
+from holdfast.runtime.services import agent_of
 from holdfast.wire import MESSAGES, WireMessage
 
 RETRY_S = 0.05
@@ -53,7 +54,7 @@ class AgentLink:
             endpoint = self._run.read_endpoint("agent")
             if endpoint is not None:
                 try:
-                    return self._ask(endpoint.host, endpoint.port, token, message, deadline_s)
+                    return self._ask(endpoint, token, message, deadline_s)
                 except AuthError:
                     raise
                 except (OSError, ProtocolError) as error:
@@ -64,9 +65,11 @@ class AgentLink:
             hint=f"holdfast status {shlex.quote(str(self._run.path))}",
         )
 
-    def _ask(self, host: str, port: int, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
+    def _ask(self, to: Endpoint, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
         left_s = max(RETRY_S, deadline_s - time.monotonic())
-        channel = BlockingChannel.connect(MESSAGES, host, port, token, "cli", timeout_s=left_s)
+        channel = BlockingChannel.connect(
+            MESSAGES, to.host, to.port, token, agent_of(to.node), "cli", timeout_s=left_s
+        )
         try:
             channel.send(message)
             while True:

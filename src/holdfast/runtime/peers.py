@@ -24,6 +24,7 @@ from holdfast.runtime.channel import Channel, Hub
 from holdfast.runtime.driver import watched
 from holdfast.runtime.environment import alike
 from holdfast.runtime.rundir import RunDir, write_private
+from holdfast.runtime.services import PEERS
 from holdfast.runtime.settings import RunSettings, shape
 from holdfast.wire import SAME_VERSION, Codec
 from holdfast.wording import plural
@@ -100,7 +101,7 @@ class Peers:
         ports += [port for _, port in contacts]
         for port in (*ports, 0):
             try:
-                self._server, bound = await self._hub.listen(self._settings.bind, port)
+                self._server, bound = await self._hub.listen(PEERS, self._settings.bind, port)
                 break
             except OSError:
                 if port == 0:
@@ -115,7 +116,7 @@ class Peers:
         """The first contact is on this host, and not this agent: is it another one of the job, on the same machine?"""
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
-                await self._hub.connect(host, port, "peer")
+                await self._hub.connect(host, port, PEERS, "peer")
         except (OSError, ProtocolError):
             raise UsageError(
                 f"the others look for this host at {endpoint(host, port)}, where another program listens",
@@ -183,7 +184,7 @@ class Peers:
     async def _connect(self, host: str, port: int) -> None:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await self._hub.connect(host, port, "peer")
+                await self._hub.connect(host, port, PEERS, "peer")
         except AuthError as error:
             self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
         except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again

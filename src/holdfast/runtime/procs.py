@@ -33,6 +33,7 @@ from holdfast.runtime.lifeline import listen
 from holdfast.runtime.page import Page, each_page
 from holdfast.runtime.pids import command, ending, kill_group, kill_if, pidfd, started_with
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, open_log
+from holdfast.runtime.services import zygote_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
     FORKS,
@@ -165,8 +166,9 @@ class Processes:
         if endpoint is None:
             return False
         self._zygote_pid = endpoint.pid
+        service = zygote_of(self._settings.node)
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, "agent")
+            await self._hub.connect(endpoint.host, endpoint.port, service, "agent")
         except (OSError, ProtocolError):
             return False
         return True

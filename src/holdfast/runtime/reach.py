@@ -27,6 +27,7 @@ from holdfast.runtime.driver import watched
 from holdfast.runtime.pids import kill_if, serves
 from holdfast.runtime.procs import wait_gone
 from holdfast.runtime.rundir import MODULES, Endpoint, RunDir, open_log
+from holdfast.runtime.services import controller_of
 from holdfast.wire import MESSAGES, WireMessage
 
 MODULE = MODULES["controller"]
@@ -81,7 +82,7 @@ class ControllerLink:
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, "agent")
+            await self._hub.connect(endpoint.host, endpoint.port, controller_of(endpoint.term), "agent")
         except (OSError, ProtocolError):
             return None
         self._pid = endpoint.pid
@@ -94,10 +95,10 @@ class ControllerLink:
         """
         self._replace(self._start(term, up, alone))
 
-    def follow(self, host: str, port: int) -> None:
-        """Join the controller of another node. Ends with ControllerHere or ControllerGone."""
+    def follow(self, host: str, port: int, term: int) -> None:
+        """Join the controller of ``term`` on another node. Ends with ControllerHere or ControllerGone."""
         self.kill_local()
-        self._replace(self._follow(host, port))
+        self._replace(self._follow(host, port, controller_of(term)))
 
     def send(self, message: Message) -> bool:
         """To the controller; False when it is away (the machine keeps what matters)."""
@@ -167,12 +168,12 @@ class ControllerLink:
         await asyncio.sleep(pause_s)
         self._lost()
 
-    async def _follow(self, host: str, port: int) -> None:
+    async def _follow(self, host: str, port: int, service: str) -> None:
         deadline = time.monotonic() + FOLLOW_S
         while True:
             try:
                 async with asyncio.timeout(FOLLOW_S):
-                    self._channel = await self._hub.connect_soon(host, port, "agent")
+                    self._channel = await self._hub.connect_soon(host, port, service, "agent")
                 break
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > deadline:

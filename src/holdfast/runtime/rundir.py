@@ -46,6 +46,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
     pid: int
     term: int = 0  # of a controller
+    node: str = ""
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -270,9 +271,9 @@ class RunDir:
         """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
-    def write_endpoint(self, name: str, host: str, port: int, term: int = 0) -> None:
+    def write_endpoint(self, name: str, host: str, port: int, term: int = 0, node: str = "") -> None:
         """Publish where this process listens."""
-        endpoint = Endpoint(host, port, os.getpid(), term)
+        endpoint = Endpoint(host, port, os.getpid(), term, node)
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:

@@ -32,11 +32,14 @@ class AnswerServer(ABC, Generic[M]):
     Args:
         codec: of questions and answers.
         token: of the run.
+        service: what this is.
     """
 
-    def __init__(self, codec: Codec[M], token: bytes) -> None:
+    def __init__(self, codec: Codec[M], token: bytes, service: str) -> None:
+        self.refused: Counter[str] = Counter()
         self._codec = codec
         self._token = token
+        self._service = service
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         self._lines_lock = threading.Lock()
@@ -97,7 +100,8 @@ class AnswerServer(ABC, Generic[M]):
         _shut(sock)
 
     def _serve(self, sock: socket.socket) -> None:
-        link = Link(self._codec, self._token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=Counter())
+        nonce = os.urandom(NONCE_SIZE_BYTES)
+        link = Link(self._codec, self._token, nonce, service=self._service, role=None, refused=self.refused)
         try:
             tune(sock)
             stranger, deadline_s = True, time.monotonic() + HANDSHAKE_TIMEOUT_S

@@ -34,6 +34,7 @@ from holdfast.runtime.frameworks import COMMON_PRELOADS, FRAMEWORKS, FrameworkNa
 from holdfast.runtime.guard import ACCEPT_AGAIN_S, BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers, raise_limit
 from holdfast.runtime.pids import heed_warnings, ignore_warnings
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import zygote_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import (
     FORKS,
@@ -57,11 +58,16 @@ DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
 class _Peer:
     """One connection; only an authenticated agent is listened to."""
 
-    def __init__(self, sock: socket.socket, token: bytes, refused: Counter[str]) -> None:
+    def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.link: Link[ZygoteMessage] = Link(
-            ZYGOTE_MESSAGES, token, os.urandom(NONCE_SIZE_BYTES), role=None, refused=refused
+            ZYGOTE_MESSAGES,
+            token,
+            os.urandom(NONCE_SIZE_BYTES),
+            service=service,
+            role=None,
+            refused=refused,
         )
 
     def read(self) -> list[ZygoteMessage]:
@@ -85,8 +91,11 @@ class _Peer:
 class Zygote:
     """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
 
-    def __init__(self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket) -> None:
+    def __init__(
+        self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket, node: str
+    ) -> None:
         self._run = run
+        self._service = zygote_of(node)
         self._token = token
         self._preloaded = preloaded
         self._listener = listener
@@ -148,7 +157,7 @@ class Zygote:
                 self._drop(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        peer = _Peer(sock, self._token, self._refused)
+        peer = _Peer(sock, self._token, self._service, self._refused)
         self._peers[sock.fileno()] = peer
         for stranger in self._strangers.admit(peer, sock.fileno()):
             self._drop(stranger)
@@ -349,7 +358,7 @@ def main(run_dir: str) -> int:
     early = _early(settings)
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    spawn = Zygote(run, run.token(), preloaded, listener).serve()
+    spawn = Zygote(run, run.token(), preloaded, listener, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
         sys.stdout.flush()

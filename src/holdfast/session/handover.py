@@ -24,6 +24,7 @@ from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.runtime.client import Client
 from holdfast.runtime.handover import StateServer, View, Wanted, fetch
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.services import state_of
 from holdfast.runtime.settings import RunSettings
 from holdfast.session.memory import Tier
 from holdfast.session.rank import TEXT_LENGTH_MAX, Rank
@@ -110,7 +111,9 @@ class Giver:
                 self._memory.require_replayable(settle.step)
             collected = self._collect(frozen)
             values = encode_values(dict(self._values(collected)))
-            server = StateServer(_pieces_of(collected), values, _token(self._client), self._client.moved)
+            service = state_of(self._client.rank, settle.generation)
+            token = _token(self._client)
+            server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
             port = server.start(self._host)
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
@@ -185,7 +188,7 @@ def take(adapter: Adapter, client: Client, order: Receive, again: Collected | No
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
-    values = decode_mapping(fetch(sources, [], token, tuple(asked)), "values of a survivor")
+    values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
     restore = adapter.restore(catalogue, values)
     buffers = restore.buffers()
     refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
@@ -202,7 +205,7 @@ def take(adapter: Adapter, client: Client, order: Receive, again: Collected | No
         )
     for want in lost:
         _put(want, adapter, again)
-    fetch(sources, [want for want in wanted if want not in lost], token, moved=client.moved)
+    fetch(sources, [w for w in wanted if w not in lost], token, order.generation, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])

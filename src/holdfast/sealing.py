@@ -1,0 +1,106 @@
+"""Keys and seals of one connection, without I/O: the only place where keys are derived and frames are authenticated.
+
+Theory. Both ends of a connection know a secret and have each sent a fresh random nonce. HKDF (RFC 5869, over
+HMAC-SHA256) makes from them a proof and a key for each direction. The name of the service goes in, so a connection that
+is led to another service of the same run has other keys and fails. What one end sends after that carries a tag,
+HMAC-SHA256 under the key of its direction over the number of the frame and its bytes, cut to 16 bytes. The number
+is counted by both ends and never sent.
+
+Invariants:
+1. A frame is taken only in the place of its connection and direction in which it was sent.
+2. No key is used for two connections or two directions.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import NamedTuple
+
+from holdfast.errors import ProtocolError
+
+TAG_SIZE_BYTES = 16
+KEY_SIZE_BYTES = 32
+_HASH = "sha256"
+_FRAME, _BATCH = b"frame", b"batch"
+_COUNT_SIZE_BYTES = 8
+
+
+def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
+    """HKDF of RFC 5869 with HMAC-SHA256."""
+    key = hmac.digest(salt, secret, _HASH)
+    block, output = b"", b""
+    for number in range(1, 2 + (size_bytes - 1) // KEY_SIZE_BYTES):
+        block = hmac.digest(key, block + info + bytes((number,)), _HASH)
+        output += block
+    return output[:size_bytes]
+
+
+class Keys(NamedTuple):
+    """What both ends of one connection have in common."""
+
+    client_proof: bytes
+    server_proof: bytes
+    from_client: bytes
+    from_server: bytes
+
+    @classmethod
+    def of(cls, secret: bytes, nonces: bytes, *context: str) -> Keys:
+        """The keys of one connection.
+
+        Args:
+            nonces: of both ends, each of one fixed length, the server's first.
+            context: what both ends must mean alike: version, service, role.
+        """
+        info = b"\0".join(text.encode() for text in ("holdfast", *context))
+        output = derive(secret, nonces, info, len(cls._fields) * KEY_SIZE_BYTES)
+        return cls(
+            *(output[start : start + KEY_SIZE_BYTES] for start in range(0, len(output), KEY_SIZE_BYTES))
+        )
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """Equal, compared in a time that tells nothing."""
+    return hmac.compare_digest(one, other)
+
+
+class Seal:
+    """One direction of one connection; both ends have the same one, and use it in the same order.
+
+    Args:
+        key: of this direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def begin_batch(self) -> hmac.HMAC:
+        """Takes the bytes of a batch; :func:`tag_of` is its tag."""
+        return self._begin(_BATCH)
+
+    def tag(self, payload: bytes | memoryview) -> bytes:
+        """The tag of the next frame."""
+        seal = self._begin(_FRAME)
+        seal.update(payload)
+        return tag_of(seal)
+
+    def unsealed(self, data: bytes) -> memoryview:
+        """The payload of the next frame, which its tag follows.
+
+        Raises:
+            ProtocolError: the other end did not send it, or not in this place.
+        """
+        payload, tag = memoryview(data)[:-TAG_SIZE_BYTES], data[-TAG_SIZE_BYTES:]
+        if not same(self.tag(payload), tag):
+            raise ProtocolError("a frame has come that the other end has not sent in this place")
+        return payload
+
+    def _begin(self, kind: bytes) -> hmac.HMAC:
+        count = self._count.to_bytes(_COUNT_SIZE_BYTES, "big")
+        self._count += 1
+        return hmac.new(self._key, kind + count, _HASH)
+
+
+def tag_of(seal: hmac.HMAC) -> bytes:
+    """The tag of what ``seal`` has taken in."""
+    return seal.digest()[:TAG_SIZE_BYTES]
