@@ -63,6 +63,17 @@ def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
     )
 
 
+def test_a_torn_rank_that_has_left_its_loop_is_replaced_too() -> None:
+    """An exception of the script has broken the update and goes up: what the removed process said binds nobody."""
+    job = at_work(4)
+    job.exit(1, "updating", 5)
+    job.settle(0, "torn", 5, away=True)
+    job.settle(2, "ready", 6)
+    job.settle(3, "ready", 6)
+    job.exit(0, "torn", 5)
+    assert (job.record("verdict")["action"], job.record("planned")["step"]) == ("replace", 6)
+
+
 def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again() -> None:
     job = with_a_newcomer()
     generation, first = job.generation, job.members[1]

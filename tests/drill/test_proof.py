@@ -138,6 +138,18 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 
+def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
+    """The exception leaves the script's loop in that process alone: the others need not leave theirs."""
+    flags = ("--memory-every", "3")
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="fsdp", steps=14, save_every=50, flags=flags)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    outcome = runner.run("disturbed", (), [Fault("exception", (1,), 7, "update")], SEED)
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    assert actions == ["replace_from_memory"]
+    assert [event.data["steps_lost"] for event in outcome.events if event.kind == "restored"] == [0, 0]
+
+
 @pytest.mark.more
 def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path) -> None:
     """It computed no loss: that of the rank it replaces is not what is compared."""

@@ -68,7 +68,7 @@ class Survey:
             all_sound=decided.step is not None
             and decided.sound
             and len(finished) in (0, len(members))
-            and not any(report.away for report in answers.values())
+            and not self._away(answers)
             and not job.unequal,
             uncovered=self._why_uncovered(decided, no_holder),
             checkpoint_known=job.sealed_step >= 0
@@ -113,10 +113,14 @@ class Survey:
         """Why nobody can be replaced beside the living, wherever the state comes from; empty when they can."""
         if self.job.unequal:
             return self.job.unequal
-        away = [rank for rank, report in answers.items() if report.away]
-        if away:
+        if away := self._away(answers):
             return f"rank {min(away)} is not inside its loop"
         return self.replacement.why_not(decided)
+
+    def _away(self, answers: Mapping[int, Settled]) -> list[int]:
+        """Living ranks that have left their loop; what a rank said before its end does not bind its replacement."""
+        of = {answer.member_id for answer in answers.values() if answer.away}
+        return [m.rank for m in self.job.roster.living if m.member_id in of]
 
     def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
         job = self.job
