@@ -49,6 +49,7 @@ PUBLIC = [
     "UserError",
     "__version__",
     "load",
+    "once",
     "session",
 ]
 

@@ -35,3 +35,14 @@ def ranges(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs)
+
+
+def span(duration_s: float) -> str:
+    """A duration in the unit that fits: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if duration_s < 10:
+        return f"{duration_s:.1f} s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    if minutes == 0:
+        return f"{seconds} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

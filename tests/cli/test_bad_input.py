@@ -186,7 +186,8 @@ def test_run_directory_that_exists(holdfast: Run, tmp_path: Path) -> None:
 
 
 def test_help_and_version(holdfast: Run) -> None:
-    assert holdfast("--version").stdout.startswith("holdfast ")
+    assert holdfast("--version").stdout == holdfast("-V").stdout
+    assert holdfast("-V").stdout.startswith("holdfast ")
     bare, asked = holdfast(), holdfast("--help")
     assert bare.returncode == asked.returncode == 0
     assert bare.stdout == asked.stdout

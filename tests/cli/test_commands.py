@@ -51,9 +51,30 @@ def test_the_keys_of_json_are_documented() -> None:
     assert all(f"`{state}`" in TEXT for state in get_args(view.State))
 
 
-@pytest.mark.parametrize("shell", re.findall(r"_HOLDFAST_COMPLETE=(\w+)_source", TEXT))
+@pytest.mark.parametrize("shell", sorted(set(re.findall(r"completion (bash|zsh|fish)", TEXT))))
 def test_completion(holdfast: Run, shell: str) -> None:
-    made = holdfast(env={"_HOLDFAST_COMPLETE": f"{shell}_source"})
+    made = holdfast("completion", shell)
     assert made.returncode == 0 and f"_HOLDFAST_COMPLETE={shell}_complete" in made.stdout
     asked = holdfast(env={"_HOLDFAST_COMPLETE": "zsh_complete", "COMP_WORDS": "holdfast ", "COMP_CWORD": "1"})
     assert set(COMMANDS) <= set(asked.stdout.split("\n"))
+
+
+def test_runs_and_files_are_completed(holdfast: Run, tmp_path: Path) -> None:
+    for name in ("alpha", "beta"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").touch()
+
+    def asked(words: str, count: int) -> str:
+        env = {"_HOLDFAST_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        return holdfast(env=env).stdout
+
+    assert asked("holdfast status be", 2) == "plain,beta\n"
+    assert asked("holdfast status zz", 2) == asked("holdfast ckpt ls zz", 3) == "file,zz\n"
+
+
+def test_help_of_a_command(holdfast: Run) -> None:
+    assert holdfast("help", "status").stdout == holdfast("status", "--help").stdout
+    assert holdfast("help", "ckpt", "ls").stdout == holdfast("ckpt", "ls", "--help").stdout
+    assert holdfast("help").stdout == holdfast("--help").stdout
+    wrong = holdfast("help", "ckpt", "vrify")
+    assert wrong.returncode == 2 and "no command ckpt vrify; did you mean verify?" in wrong.stderr

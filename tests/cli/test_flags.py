@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.flags import FLAGS, Flag
+from holdfast.cli.helping import COMMON, TOPICS
 from tests.cli.command import HOLDFAST, Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def test_every_flag_of_torchrun_is_known() -> None:
 @pytest.mark.torch
 def test_flags_take_values_where_torchrun_takes_them() -> None:
     switches = {action.dest for action in torch_actions() if action.nargs == 0}
-    assert {flag.key for flag in FLAGS if flag.kind == "switch"} == switches
+    assert {flag.key for flag in FLAGS if flag.kind == "switch" and not flag.ours} == switches
 
 
 @pytest.mark.torch
@@ -62,6 +63,10 @@ def test_help_names_every_flag(holdfast: Run) -> None:
     result = holdfast("run", "--help")
     assert result.returncode == 0
     assert [f.name for f in FLAGS if f.name not in result.stdout] == []
+    assert result.stdout.index("Examples:") < result.stdout.index("--nproc-per-node N")
+    placed = [key for _, keys in TOPICS for key in keys]
+    assert sorted(placed) == sorted(flag.key for flag in FLAGS if flag.use == "used"), "each once"
+    assert len(COMMON) == 6
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.find import find_run
-from holdfast.cli.status import again, alike, facts, fault_text, host_lines, kept, named, span
+from holdfast.cli.status import again, alike, facts, fault_text, host_lines, kept, named
 from holdfast.cli.view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.messages import Field
@@ -25,6 +25,7 @@ from holdfast.runtime.agentd import committed_step
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import Endpoint, RunDir, log_path, write_private
 from holdfast.runtime.settings import RunSettings
+from holdfast.wording import span
 from tests.cli.command import Run
 from tests.runtime.runs import until
 

@@ -16,6 +16,7 @@ import click
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
+from holdfast.cli.completion import files
 from holdfast.cli.console import SafeConsole, print_table
 from holdfast.cli.errors import say
 from holdfast.cli.escaping import echo, echo_json
@@ -56,7 +57,7 @@ def ckpt() -> None:
 
 
 @ckpt.command("ls")
-@click.argument("root")
+@click.argument("root", shell_complete=files)
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
@@ -78,7 +79,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=files)
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
     """What CHECKPOINT holds: its save, tensors and values."""
@@ -104,7 +105,7 @@ def show(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=files)
 @json_option
 def verify(checkpoint: str, as_json: bool) -> int:
     """Read every byte of CHECKPOINT and compare it with its digest."""
@@ -127,7 +128,7 @@ def verify(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command(short_help="Which ranks held what when it was saved.")
-@click.argument("checkpoint", required=False)
+@click.argument("checkpoint", required=False, shell_complete=files)
 @click.argument("pattern", default="*")
 @click.option("--group-info", type=click.Path(path_type=Path), help="Read MindSpore's file (GROUP_INFO_FILE) instead "
               "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
@@ -165,7 +166,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 
 
 @ckpt.command("repair", short_help="Rebuild damaged files from copies.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=files)
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
@@ -195,7 +196,7 @@ def size_bytes(text: str) -> int:
 
 
 @ckpt.command("merge", short_help="Write whole tensors as one safetensors file.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=files)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", "max_size_bytes", type=size_bytes, help="Make TARGET a directory: "
               "model.safetensors, or files up to this size (5GB) with an index (default: one file).")  # fmt: skip
@@ -210,7 +211,7 @@ def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, 
 
 
 @ckpt.command("export", short_help="Write torch.save, DCP or Hugging Face files.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=files)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(["dcp", "torch", "hf"]), required=True, help="DCP directory, torch.save file, "
               "or a directory with the model alone in Hugging Face's form.")  # fmt: skip
@@ -239,7 +240,7 @@ def export(
 
 @ckpt.command("import", short_help="Take torch.save, DCP or safetensors files.")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("root")
+@click.argument("root", shell_complete=files)
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
 @json_option
 def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
@@ -264,7 +265,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
 
 
 @ckpt.command(short_help="Remove old checkpoints, never the newest.")
-@click.argument("root")
+@click.argument("root", shell_complete=files)
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
 @click.option("--hours", type=Finite(min=0), default=0.0, help="Also keep those of the last so many hours.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from holdfast.cli.escaping import echo
 from holdfast.cli.flags import FLAGS
 from holdfast.errors import UsageError
 
@@ -23,8 +26,8 @@ def script_for(shell: str) -> str:
 
     if shell not in SHELLS:
         raise UsageError(
-            f"--print-completion {shell}: supported are {', '.join(SHELLS)}",
-            hint="holdfast run --print-completion bash > ~/.local/share/bash-completion/completions/holdfast",
+            f"{shell}: no such shell is known; supported are {', '.join(SHELLS)}",
+            hint="holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast",
         )
     if shell == "tcsh":
         flags = " ".join(flag.name.removeprefix("--") for flag in FLAGS)
@@ -37,3 +40,24 @@ def script_for(shell: str) -> str:
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of files, by the shell itself."""
     return [CompletionItem(incomplete, type="file")]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("shell", metavar="|".join(SHELLS))
+def completion(shell: str) -> int:
+    """Print what a shell reads to complete commands, flags, scripts and runs.
+
+    For bash, in ~/.bashrc: eval "$(holdfast completion bash)"; zsh in ~/.zshrc alike. For fish: holdfast completion
+    fish > ~/.config/fish/completions/holdfast.fish
+    """
+    echo(script_for(shell))
+    return 0
+
+
+def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Runs that begin so, newest first; where there is none, files."""
+    from holdfast.cli.find import RUNS, runs_below
+
+    base = Path(str(ctx.params.get("run_dir") or RUNS))
+    names = [path.name for path in runs_below(base) if path.name.startswith(incomplete)]
+    return [CompletionItem(name) for name in names] or files(ctx, parameter, incomplete)

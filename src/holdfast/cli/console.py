@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
@@ -22,6 +22,8 @@ from holdfast.cli.escaping import coloured, echo, echo_line, shown
 PLAIN_PERIOD_S = 30.0
 UNWRAPPED_WIDTH = 100_000  # columns of a pipe or a file
 ROWS_FOLDED_MAX = 1000
+INDENT, INDENT_MAX = 4, 8  # columns
+WRAPPED_LEAST = 20
 NAME = "holdfast: "
 
 
@@ -47,6 +49,25 @@ class SafeConsole(Console):
         """As rich's."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+class Hanging:
+    """Lines that are broken between words, and go on below their second word: an id or a path stays whole to copy."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plain = self._text.plain
+        indent = len(plain) - len(plain.lstrip())
+        first = plain[indent:].partition(" ")[0]
+        below = indent + len(first) + 1 if len(first) < INDENT_MAX else INDENT
+        lines = self._text.wrap(console, max(options.max_width - below, WRAPPED_LEAST), overflow="fold")
+        for number, line in enumerate(lines):
+            if number:
+                line.pad_left(below)
+            line.rstrip()
+            yield line
 
 
 def table_console() -> SafeConsole:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from holdfast.cli.completion import run_names
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import SETTINGS_FILE, RunSettings
@@ -20,9 +21,14 @@ NAMED_MAX = 4
 def run_argument(command: Any) -> Any:
     """The argument and the option that every reader of a run has: ``[RUN] [--run-dir DIR]``."""
     command = click.option(
-        "--run-dir", "--run_dir", default=RUNS, help="Directory that holds the runs.", show_default=True
+        "--run-dir",
+        "--run_dir",
+        default=RUNS,
+        metavar="DIR",
+        help="Directory that holds the runs.",
+        show_default=True,
     )(command)
-    return click.argument("run", required=False, metavar="[RUN]")(command)
+    return click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)(command)
 
 
 def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:

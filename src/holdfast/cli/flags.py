@@ -125,7 +125,7 @@ FLAGS: tuple[Flag, ...] = (
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
          "it first goes on alone"),
-    _own("--run-id", "text", "name of the run: a-z, 0-9, -, at most 64 (default: date, time and script)"),
+    _own("--run-id", "text", "name of the run: letters, digits, _ and -, at most 64 (default: date, time and script)"),
     _own("--root", "text", "where checkpoints go, over the script's own word: a directory, or s3://bucket/prefix "
          "(docs/run-flags.md)", variable="HOLDFAST_CHECKPOINT"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
@@ -146,6 +146,7 @@ FLAGS: tuple[Flag, ...] = (
     _own("--memory-every", "text", "every so many steps each rank keeps its state in shared memory that outlives it, "
          "with the gradients since; auto: where one rank alone holds a part of the state, as often as 0.5 % of the "
          "time allows (the gradients: 1 %); 0: never", "auto"),
+    _own("--explain", "switch", "show the value of each flag and where it comes from, and start nothing", False),
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
 )  # fmt: skip
 

@@ -14,11 +14,11 @@ from holdfast.cli.console import print_table
 from holdfast.cli.errors import say
 from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.find import RUNS, runs_below
-from holdfast.cli.status import span
 from holdfast.cli.view import RunView, Watch
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
+from holdfast.wording import span
 
 _EARLIER = re.compile(r"(?P<run>.+)\.(?P<number>[1-9]\d*)")
 

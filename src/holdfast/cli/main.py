@@ -25,22 +25,37 @@ from holdfast.errors import HoldfastError
 from holdfast.exits import Exit
 from holdfast.wording import closest
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("holdfast.cli.run:run", "Start a training script on one host or more; survives the death of any process."),
-    "drill": ("holdfast.cli.drill:drill", "Train, inject faults, and compare with the undisturbed run bit for bit."),
-    "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
-    "ls": ("holdfast.cli.listing:list_runs", "The runs of a directory, newest first."),
-    "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
-    "report": ("holdfast.cli.report:report", "What happened: each fault with its evidence, cost and next step."),
-    "stacks": ("holdfast.cli.stacks:stacks", "Where every rank of a run is now."),
-    "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
-    "gc": ("holdfast.cli.gc:gc", "Remove the directories of ended runs; never a run that lives, never checkpoints."),
-    "ckpt": ("holdfast.cli.ckpt:ckpt", "List, verify, repair, merge, convert and prune checkpoints."),
-    "ranktable": ("holdfast.cli.ranktable:ranktable", "Check a rank table, or write one."),
-    "compat": ("holdfast.cli.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
-    "doctor": ("holdfast.cli.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),
-    "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Train": {
+        "run": ("holdfast.cli.run:run", "Start a training script on one host or more, and keep it alive."),
+        "drill": ("holdfast.cli.drill:drill", "Train, inject faults, compare with the undisturbed run bit for bit."),
+        "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
+    },
+    "Look": {
+        "ls": ("holdfast.cli.listing:list_runs", "The runs of a directory, newest first."),
+        "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
+        "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
+        "report": ("holdfast.cli.report:report", "What happened: each fault with its evidence, cost and next step."),
+        "stacks": ("holdfast.cli.stacks:stacks", "Where every rank of a run is now."),
+    },
+    "Keep": {
+        "ckpt": ("holdfast.cli.ckpt:ckpt", "List, verify, repair, merge, convert and prune checkpoints."),
+        "gc": ("holdfast.cli.gc:gc", "Remove the directories of ended runs that hold no checkpoints."),
+    },
+    "Prepare": {
+        "doctor": ("holdfast.cli.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),
+        "ranktable": ("holdfast.cli.ranktable:ranktable", "Check a rank table, or write one."),
+        "compat": ("holdfast.cli.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
+        "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),
+    },
+    "Shell": {
+        "help": ("holdfast.cli.helping:help_on", "The help of a command."),
+        "completion": ("holdfast.cli.completion:completion", "What a shell reads to complete commands and flags."),
+    },
 }  # fmt: skip
+COMMANDS: dict[str, tuple[str, str]] = {
+    name: command for group in GROUPS.values() for name, command in group.items()
+}
 
 
 class LazyGroup(click.Group):
@@ -68,8 +83,9 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -81,12 +97,12 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
               help="Print the version.")  # fmt: skip
 def cli() -> None:
     """Keeps distributed training jobs alive: no committed step lost, the same bits at the end.
 
-    Start with `holdfast drill`, then replace `torchrun` by `holdfast run`.
+    Start with `holdfast drill`, then replace `torchrun` by `holdfast run`. Of one command: holdfast help COMMAND.
     """
 
 

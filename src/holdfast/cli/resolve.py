@@ -309,7 +309,7 @@ def _run_id(asked: str | None, script: str) -> str:
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{secrets.token_hex(2)}"
     if not is_run_id(asked):
         raise UsageError(
-            f"--run-id {asked!r} is no name of a run: lower-case letters, digits and -, at most 64, not first a -",
+            f"--run-id {asked!r} is no name of a run: letters, digits, _ and -, at most 64, not first a _ or -",
             hint="for example --run-id bert-large-2",
         )
     return asked

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from holdfast.cli.completion import files, script_for
+from holdfast.cli.config import explanation, settle
 from holdfast.cli.escaping import echo
 from holdfast.cli.finite import Finite
-from holdfast.cli.flags import FLAGS, Flag
+from holdfast.cli.flags import FLAGS
+from holdfast.cli.helping import RunCommand
 from holdfast.cli.nodes import RUN_HELP
 from holdfast.cli.resolve import resolve
 from holdfast.errors import AuthError, UsageError, UserError
 
 _TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
-_SECTIONS: tuple[tuple[str, Callable[[Flag], bool]], ...] = (
-    ("Holdfast's own", lambda f: f.ours),
-    ("As in torchrun", lambda f: f.use == "used" and not f.ours),
-    ("Accepted without effect", lambda f: f.use == "no effect"),
-    ("Refused by name", lambda f: f.use == "refused"),
-)
-
-
-class RunCommand(click.Command):
-    """Help in sections; the list itself is ``cli/flags.py``."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, belongs in _SECTIONS:
-            with formatter.section(title):
-                formatter.write_dl([_help_row(flag) for flag in FLAGS if belongs(flag)])
-
-
-def _help_row(flag: Flag) -> tuple[str, str]:
-    names = f"{flag.short}, {flag.name}" if flag.short else flag.name
-    shown = "" if flag.default in (None, False, "") else f"  [{flag.default}]"
-    return names if flag.kind == "switch" else f"{names} {flag.kind.upper()}", flag.about + shown
 
 
 def _options(command: click.Command) -> click.Command:
@@ -58,8 +39,8 @@ def _options(command: click.Command) -> click.Command:
     # The first positional argument ends our flags: whatever follows belongs to the script, even --nnodes.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
-@click.argument("script", required=False, shell_complete=files)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", required=False, metavar="SCRIPT", shell_complete=files)
+@click.argument("args", nargs=-1, metavar="[ARGS]...", type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **values: Any) -> int:
     """Start SCRIPT with ARGS on this machine, as torchrun would, and keep it alive.
@@ -70,12 +51,16 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     if values["print_completion"]:
         echo(script_for(values["print_completion"]))
         return 0
+    settled = settle(ctx, values, Path.cwd())
+    if settled.values["explain"]:
+        from holdfast.cli.console import print_table  # loads rich
+
+        print_table(("flag", "value", "from"), explanation(settled))
+        return 0
     if script is None:
         raise UsageError("no training script given", hint=f"holdfast run train.py  (flags: {RUN_HELP})")
-    sources = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    given = frozenset(key for key in values if ctx.get_parameter_source(key) in sources)
     try:
-        request = resolve(values, given, script, args)
+        request = resolve(settled.values, settled.given, script, args)
     except (
         UserError,
         AuthError,
@@ -83,4 +68,4 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
         raise UsageError(error.message, hint=error.hint) from error
     from holdfast.cli.launcher import launch  # loads rich: not for a command line that is refused
 
-    return launch(request)
+    return launch(replace(request, notes=(*settled.notes, *request.notes)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -13,19 +14,19 @@ import click
 import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.console import clock, table_console
+from holdfast.cli.console import Hanging, clock, table_console
 from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
-from holdfast.cli.view import FaultView, RankView, RunView, SpareView, Watch
-from holdfast.core.fault import LEFT_FOR_RESTART, SEEN, START_S
+from holdfast.cli.ranks import RANKS_SHOWN, rank_parts
+from holdfast.cli.view import FaultView, RunView, SpareView, Watch
+from holdfast.core.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
 from holdfast.exits import Exit
 from holdfast.runtime.failing import NUMBER
-from holdfast.wording import noun_of, plural, ranges
+from holdfast.wording import noun_of, plural, ranges, span
 
 WATCH_PERIOD_S = 0.5
 ALIKE_LEAST = 3
@@ -38,7 +39,10 @@ STATE_STYLE = {
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option("--watch", is_flag=True, help="Go on until the run is over.")
-def status(run: str | None, run_dir: str, as_json: bool, watch: bool) -> int:
+@click.option(
+    "--all", "all_ranks", is_flag=True, help=f"A line for each rank, of more than {RANKS_SHOWN}, too."
+)
+def status(run: str | None, run_dir: str, as_json: bool, watch: bool, all_ranks: bool) -> int:
     """What RUN (an id, a path, or the newest) does: ranks, phases, steps, faults."""
     directory, settings = find_run(run, run_dir)
     looker = Watch(directory, settings)
@@ -50,10 +54,10 @@ def status(run: str | None, run_dir: str, as_json: bool, watch: bool) -> int:
     if watch and console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             for view in _views(looker, watch):
-                live.update(render(view), refresh=True)
+                live.update(render(view, all_ranks=all_ranks), refresh=True)
         return 0
     for view in _views(looker, watch):
-        console.print(render(view))
+        console.print(render(view, all_ranks=all_ranks))
     return 0
 
 
@@ -66,20 +70,26 @@ def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
         time.sleep(WATCH_PERIOD_S)
 
 
-def render(view: RunView) -> RenderableType:
-    """The whole screen."""
-    parts: list[RenderableType] = [headline(view)]
+def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
+    """The whole screen. ``all_ranks``: one line for each of them, however many there are."""
+    parts: list[RenderableType] = [Hanging(headline(view))]
     if view.code and view.reason:
-        parts.append(Text(f"why  {first_line(view.reason)}"))
-    parts.append(Text(f"logs {view.logs}", style="dim"))
-    parts += [Text(line) for line in host_lines(view)]
+        parts.append(Hanging(Text(f"why  {first_line(view.reason)}")))
+    parts.append(Hanging(Text(f"logs {near(view.logs)}", style="dim")))
+    parts += [Hanging(Text(line)) for line in host_lines(view)]
     if view.ranks:
-        parts += [Text(), _rank_table(view)]
-    parts += [_spare_line(spare) for spare in view.spares]
+        parts += [Text(), *rank_parts(view, all_ranks=all_ranks)]
+    parts += [Hanging(_spare_line(spare)) for spare in view.spares]
     if view.faults:
-        parts += [Text(), *(line for fault in view.faults for line in _fault_lines(fault))]
-    parts += [Text(), Text(f"next: {_next(view)}", style="dim")]
+        parts += [Text(), *(Hanging(line) for fault in view.faults for line in _fault_lines(fault))]
+    parts += [Text(), Hanging(Text(f"next: {_next(view)}", style="dim"))]
     return Group(*parts)
+
+
+def near(path: str) -> str:
+    """``path`` as it is named from here, where that is below this directory."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 def headline(view: RunView) -> Text:
@@ -143,58 +153,9 @@ def kept(view: RunView) -> str:
     return newest + (f"; {plural(behind, 'step')} {not_kept}" if behind > 0 else "")
 
 
-def span(duration_s: float) -> str:
-    """A duration in the unit that fits: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    if duration_s < 10:
-        return f"{duration_s:.1f} s"
-    minutes, seconds = divmod(round(duration_s), 60)
-    if minutes == 0:
-        return f"{seconds} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-
-
-def _rank_table(view: RunView) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("rank", "pid", "step", "age"):
-        table.add_column(name, justify="right")
-    for name in ("phase", "generation"):
-        table.add_column(name)
-    if any(r.busy_s for r in view.ranks):
-        table.add_column("busy", justify="right")
-    if any(r.repeated for r in view.ranks):
-        table.add_column("repeated", justify="right")
-    for each in view.ranks:
-        place = "running (no session)" if is_unseen(view, each) else f"{each.phase} {each.section}".strip()
-        dead = Text(f"dead (in {each.phase})", style="red") if each.pid else Text("not started", style="dim")
-        phase = Text(place) if each.alive else dead
-        step = "" if is_unseen(view, each) else f"{each.step:,}"
-        cells = [str(each.rank), str(each.pid), step, span(each.age_s)]
-        row: list[RenderableType] = [*cells, phase, each.generation]
-        if any(r.busy_s for r in view.ranks):
-            row.append(_busy(each))
-        if any(r.repeated for r in view.ranks):
-            row.append(str(each.repeated))
-        table.add_row(*row)
-    return table
-
-
-def is_unseen(view: RunView, one: RankView) -> bool:
-    """Its script is at work, and no session tells where: it has begun a collective, or is past any start."""
-    starting = one.phase == Phase.STARTING.name.lower() and not view.session
-    return starting and (one.trains or one.age_s > START_S)
-
-
 def _spare_line(spare: SpareView) -> Text:
     doing = f"waits {spare.where}" if spare.where else "is being built"
     return Text(f"spare  pid {spare.pid}  {doing}, {span(spare.age_s)}", style="dim")
-
-
-def _busy(one: RankView) -> Text:
-    """The last step without waiting for peers, and whether it is a straggler's."""
-    text = f"{1e3 * one.busy_s:.0f} ms"
-    slow = f"{text}, median {1e3 * one.usual_s:.0f} ms: {one.slow:.1f} x slower"
-    return Text(slow, style="yellow") if one.slow else Text(text)
 
 
 def fault_text(fault: FaultView) -> str:

@@ -18,7 +18,7 @@ from holdfast.exits import MEANING, Exit
 from holdfast.journal import Event, Follower
 from holdfast.runtime.failing import NUMBER
 from holdfast.runtime.page import Page, each_page
-from holdfast.runtime.pids import age_s, alive
+from holdfast.runtime.pids import age_s, alive, stopped
 from holdfast.runtime.rundir import PAGE, SPARE_PAGE, RunDir, log_path
 from holdfast.runtime.settings import RunSettings
 from holdfast.runtime.spawn import log_root
@@ -48,6 +48,7 @@ class RankView(msgspec.Struct):
     usual_s: float = 0.0  # the median of its steps that this was found with
     section: str = ""
     trains: bool = False  # it has begun a collective, with a session or without
+    stopped: bool = False  # a signal has stopped its process
 
 
 class SpareView(msgspec.Struct):
@@ -542,6 +543,7 @@ def _rank_view(page: Page) -> RankView:
         busy_s=page[Word.BUSY_NS] / 1e9,
         section=page.section() if phase is Phase.SECTION else "",
         trains=page[Word.COLLECTIVES] > 0,
+        stopped=page[Word.PID] > 0 and stopped(page[Word.PID]),
     )
 
 

@@ -27,7 +27,7 @@ EVERYBODY = MemberId(0)
 STEP_DIGITS_MAX = 15
 STEP_MAX = 10**STEP_DIGITS_MAX - 1
 RUN_ID_LENGTH_MAX = 64
-RUN_ID_PATTERN = rf"[a-z0-9][a-z0-9-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
+RUN_ID_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
 
 def is_run_id(name: str) -> bool:
