@@ -25,7 +25,7 @@ from holdfast.core import sightings as o
 from holdfast.core import spares
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
-from holdfast.sealing import TAG_SIZE_BYTES, Keys, Seal, same
+from holdfast.sealing import TAG_SIZE_BYTES, Keys, Seal, Sealing, same
 
 WireMessage = (
     m.WorkerHello
@@ -269,12 +269,26 @@ class Link(Generic[M]):
         Raises:
             ProtocolError: the handshake is not done, or the message is too long.
         """
-        if self._seals is None:
-            raise ProtocolError("a message was sent before the handshake was done")
+        seal = self._both()[0]
         payload = self._codec.encode(message)
         self._output += _prefix(payload, TAG_SIZE_BYTES)
         self._output += payload
-        self._output += self._seals[0].tag(payload)
+        self._output += seal.tag(payload)
+
+    def seal_batch(self, *, local: bool) -> Sealing:
+        """Takes the raw bytes that are sent now, behind the last message; their tag follows them.
+
+        Args:
+            local: over loopback.
+
+        Raises:
+            ProtocolError: the handshake is not done.
+        """
+        return self._both()[0].begin_batch(local=local)
+
+    def unseal_batch(self, *, local: bool) -> Sealing:
+        """As :meth:`seal_batch`, for the raw bytes that come now."""
+        return self._both()[1].begin_batch(local=local)
 
     @property
     def partial(self) -> bool:
@@ -307,6 +321,11 @@ class Link(Generic[M]):
             self._refused["token" if isinstance(error, AuthError) else self._doing] += 1
             raise
         return messages
+
+    def _both(self) -> tuple[Seal, Seal]:
+        if self._seals is None:
+            raise ProtocolError("a message was sent before the handshake was done")
+        return self._seals
 
     def _greet(self, greeting: Greeting) -> None:
         self._output += frame(_GREETINGS.encode(greeting))

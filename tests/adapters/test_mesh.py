@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from holdfast.adapters import mesh as mesh_module
 from holdfast.adapters.mesh import (
     SHORT_SIZE_BYTES,
     START_S,
@@ -241,3 +242,56 @@ def test_the_start_up_deadline_of_the_user(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(UsageError, match=f"{START_VARIABLE}={wrong} is no positive number") as caught:
             start_limit_s()
         assert START_VARIABLE in caught.value.hint
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are on hosts of their own: loopback stands for the network between them."""
+    monkeypatch.setattr(mesh_module, "is_local", lambda sock: False)
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("numel", [0, 1, SHORT_SIZE_BYTES // 4, 300_001])
+def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int) -> None:
+    world = World(tmp_path, 3)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    expected = vector(0, numel, "float32") + vector(1, numel, "float32") + vector(2, numel, "float32")
+    for _ in range(2):
+        for result in world.each(lambda mesh: mesh.sum(vector(mesh.rank, numel, "float32"))):
+            assert result.tobytes() == expected.tobytes()
+    world.close()
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("numel", [4, 100_000])
+@pytest.mark.parametrize("at", [0, 20, 40])
+def test_a_vector_that_was_changed_between_hosts_is_not_summed(tmp_path: Path, numel: int, at: int) -> None:
+    """The bytes of a gradient, of the head in front of it or of its tag."""
+    world = World(tmp_path, 2)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    line = world.meshes[0]._peers[1]
+    world.meshes[0]._peers[1] = line._replace(sock=cast(socket.socket, Changing(line.sock, at)))
+    result = world.each(lambda mesh: mesh.sum(np.ones(numel, np.float32)))[1]
+    assert isinstance(result, PeerLost) and world.meshes[1].poisoned, result
+    assert world.meshes[1].refused == 1
+    world.close()
+
+
+class Changing:
+    """A socket on whose way out one bit is changed."""
+
+    def __init__(self, sock: socket.socket, at: int) -> None:
+        self._sock = sock
+        self._at = at
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        """As of a socket."""
+        data = bytearray(b"".join(parts)[: 1 << 16])
+        if 0 <= self._at < len(data):
+            data[self._at] ^= 1
+        sent = self._sock.send(data)
+        self._at -= sent
+        return sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)

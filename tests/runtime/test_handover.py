@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast.core.ids import Generation
 from holdfast.errors import AuthError, InternalError, PeerLost
-from holdfast.runtime import handover
+from holdfast.runtime import channel, handover, serving
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.handover import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
 from holdfast.runtime.services import state_of
@@ -105,22 +109,59 @@ def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
         fetch({0: servers.at[0]}, servers.wanted((0,)), TOKEN, FIRST)
 
 
-def test_bytes_that_do_not_fit_their_digest_are_not_taken(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def changing(port: int, at: int) -> Iterator[int]:
+    """A stranger in the middle: each connection to its port is led on to ``port``, one bit of the answers changed."""
+
+    def lead(client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", port)) as server:
+            ends, passed = {client: server, server: client}, 0
+            while True:
+                for sock in select.select(list(ends), [], [])[0]:
+                    data = bytearray(sock.recv(1 << 16))
+                    if not data:
+                        return
+                    if sock is server:
+                        if passed <= at < passed + len(data):
+                            data[at - passed] ^= 1
+                        passed += len(data)
+                    ends[sock].sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                threading.Thread(target=lead, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["loopback", "hosts"])
+@pytest.mark.parametrize("at", [0, 120, 400, 1_000_000, PIECE_SIZE_BYTES + 10_000])
+def test_bytes_that_a_stranger_has_changed_are_not_taken(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, at: int, local: bool
 ) -> None:
-    digest, calls = handover._digest, 0
-
-    def flipped(views: Iterable[bytes | memoryview]) -> int:
-        nonlocal calls
-        calls += 1
-        return digest(views) ^ (calls == 3)
-
+    monkeypatch.setattr(channel, "is_local", lambda sock: local)
+    monkeypatch.setattr(serving, "is_local", lambda sock: local)
     servers.add(0)
     servers.add(1)
-    monkeypatch.setattr(handover, "_digest", flipped)
-    fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST)
-    servers.check()
-    assert calls > 8
+    with changing(servers.at[0][1], at) as port:
+        servers.at[0] = ("127.0.0.1", port)
+        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST, (1,)) == VALUES
+        servers.check()
+        alone = {0: servers.at[0]}
+        with pytest.raises(PeerLost, match="rank 0 does not give its state"):
+            fetch(alone, servers.wanted((0,)), TOKEN, FIRST)
+
+
+def test_the_state_of_another_rank_or_of_before_is_not_taken(servers: Servers) -> None:
+    """A connection that a stranger leads to a server that was not asked."""
+    servers.add(0)
+    for sources, generation in (({1: servers.at[0]}, FIRST), ({0: servers.at[0]}, FIRST.next())):
+        with pytest.raises(PeerLost, match="another service does"):
+            fetch(sources, [], TOKEN, generation)
 
 
 CHILD = """

@@ -5,18 +5,18 @@ vectors and adds them in the order of the ranks, then everybody fetches the sums
 added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
 which way was taken. Whoever breaks a connection breaks it for all: :meth:`Mesh.poison` shuts every socket down, the
 peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
-both ends of one prove, by answering the other's challenge, that they read the secrets of the ranks, which travel only
-over the authenticated channel to the agent.
+both ends of one prove that they read the secrets of the ranks, which travel only over the authenticated channel to the
+agent. Keys come from the secrets of both, as on that channel; between hosts a tag follows each vector (``sealing.py``).
 
 Invariants:
 1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
 2. After the first error every call raises until :meth:`reconfigure`.
 3. Vectors of different collectives cannot mix: number, length and type travel in front and are compared.
+4. A vector of another host is taken only with a tag that fits.
 """
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
 import secrets
@@ -35,15 +35,15 @@ from numpy.typing import NDArray
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
 from holdfast.runtime.addresses import family_of
-from holdfast.runtime.channel import tune
+from holdfast.runtime.channel import is_local, tune
 from holdfast.runtime.client import Client
 from holdfast.runtime.guard import ACCEPT_AGAIN_S, BACKLOG, BURST, Strangers
 from holdfast.runtime.settings import RunSettings
+from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, Keys, Seal, Sealing, same, tag_of
 
 Vector = NDArray[Any]
 
-KEY_SIZE_BYTES = 32
-MAGIC = b"HFMESH01"
+MAGIC = b"HFMESH02"
 SHORT_SIZE_BYTES = 16 * 1024
 POLL_S = 0.5
 HANDSHAKE_S = 10.0
@@ -51,8 +51,8 @@ DIALS_MAX = 5
 START_S = 120.0
 """How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
 START_VARIABLE = "HOLDFAST_START_S"
-_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, challenge
-_ANSWER = struct.Struct("!32s32s")  # proof, challenge
+_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, nonce
+_ANSWER = struct.Struct("!32s32s")  # proof, nonce
 _HEAD = struct.Struct("!QQB")  # number, length in bytes, type
 _TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
 
@@ -83,7 +83,7 @@ class Mesh:
         self.on_collective: Callable[[int, str], None] = _ignore_count
         self._client = client
         self._host = host
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: dict[int, _Line] = {}
         self._number = 0
         self._met = False
 
@@ -122,8 +122,8 @@ class Mesh:
             keys = {rank: place.key for rank, place in places.items()}
             self._take_callers(listener, _Meeting(generation, self.rank, key, keys), deadline_s)
         for peer in self._peers.values():
-            tune(peer)
-            peer.setblocking(False)
+            tune(peer.sock)
+            peer.sock.setblocking(False)
         if self.poisoned:
             self._fail(self.reason, GroupError)
 
@@ -136,7 +136,7 @@ class Mesh:
         self.reason = self.reason or reason or "poisoned"
         for peer in list(self._peers.values()):
             with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+                peer.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all connections."""
@@ -145,14 +145,14 @@ class Mesh:
     def _close(self) -> None:
         peers, self._peers = self._peers, {}
         for peer in peers.values():
-            peer.close()
+            peer.sock.close()
 
     def _kv(self) -> Client:
         if self._client is None:
             raise InternalError("several ranks without a control plane")
         return self._client
 
-    def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+    def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
         attempts = 0
         while True:
             attempts += 1
@@ -165,20 +165,21 @@ class Mesh:
             except OSError as error:
                 self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
 
-    def _greet(self, rank: int, place: Place, generation: Generation, key: bytes) -> socket.socket:
+    def _greet(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
         """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
-        challenge = secrets.token_bytes(KEY_SIZE_BYTES)
+        nonce = secrets.token_bytes(KEY_SIZE_BYTES)
         sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
         try:
-            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, challenge))
+            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, nonce))
             proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
-            if not hmac.compare_digest(proof, _proof(key, challenge, rank)):
+            keys = _keys(generation, (rank, place.key, theirs), (self.rank, key, nonce))
+            if not same(proof, keys.server_proof):
                 raise ConnectionRefusedError("the answer does not prove that it is a member")
-            sock.sendall(_proof(place.key, theirs, self.rank))
+            sock.sendall(keys.client_proof)
+            return _Line(sock, Seal(keys.from_client), Seal(keys.from_server), is_local(sock))
         except OSError:
             sock.close()
             raise
-        return sock
 
     def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
         """Until all higher ranks are here; strangers are heard beside each other. Raises: GroupError."""
@@ -218,13 +219,14 @@ class Mesh:
         # Before any is dropped: a new connection may get the number of one that is.
         for caller in [callers[fd] for fd in ready if fd in callers]:
             try:
-                rank = caller.hear(meeting, self._peers)
+                found = caller.hear(meeting, self._peers)
             except OSError:
                 drop(caller)
                 continue
-            if rank is not None:
+            if found is not None:
                 strangers.release(caller)
-                self._peers[rank] = callers.pop(caller.sock.fileno()).sock
+                del callers[caller.sock.fileno()]
+                self._peers[found[0]] = found[1]
         for caller in [each for each in callers.values() if each.deadline_s < time.monotonic()]:
             drop(caller)
         if listener.fileno() in ready:
@@ -289,7 +291,7 @@ class Mesh:
     def _exchange(self, outgoing: dict[int, Vector], incoming: dict[int, Vector]) -> None:
         """Send and receive one vector per peer, all at the same time."""
         flows = {
-            peer.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
+            peer.sock.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
             for rank, peer in self._peers.items()
         }
         poller = select.poll()
@@ -303,6 +305,7 @@ class Mesh:
                 try:
                     flow.move()
                 except OSError as error:
+                    self.refused += isinstance(error, ConnectionAbortedError)
                     self._fail(self.reason or f"rank {flow.rank} is lost: {error}", PeerLost)
                 if wants := flow.wants():
                     poller.modify(fd, wants)
@@ -316,6 +319,15 @@ class Mesh:
         if first and kind is PeerLost:
             self.on_fault(reason)
         raise kind(reason)
+
+
+class _Line(NamedTuple):
+    """A connection to a peer, and what is used in each direction of it."""
+
+    sock: socket.socket
+    outgoing: Seal
+    incoming: Seal
+    local: bool  # both ends are on this host: vectors have no tags
 
 
 class _Meeting(NamedTuple):
@@ -334,13 +346,14 @@ class _Caller:
         sock.setblocking(False)
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_S
-        self._rank: int | None = None
+        self._rank = -1
+        self._keys: Keys | None = None  # once it has said which rank it is
         self._own = secrets.token_bytes(KEY_SIZE_BYTES)
         self._data = b""
 
-    def hear(self, meeting: _Meeting, here: Container[int]) -> int | None:
-        """What has come; the rank when it is proved. Raises: OSError: closed, or no member that is missing."""
-        wanted_bytes = (_HELLO.size if self._rank is None else KEY_SIZE_BYTES) - len(self._data)
+    def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _Line] | None:
+        """What has come; rank and line when it is proved. Raises: OSError: closed, or no member that is missing."""
+        wanted_bytes = (_HELLO.size if self._keys is None else KEY_SIZE_BYTES) - len(self._data)
         piece = self.sock.recv(wanted_bytes)
         if not piece:
             raise ConnectionResetError("closed during the handshake")
@@ -348,29 +361,33 @@ class _Caller:
         if len(piece) < wanted_bytes:
             return None
         data, self._data = self._data, b""
-        if self._rank is None:
-            magic, packed, rank, challenge = _HELLO.unpack(data)
+        if self._keys is None:
+            magic, packed, rank, nonce = _HELLO.unpack(data)
             missing = meeting.rank < rank < len(meeting.keys) and rank not in here
             if magic != MAGIC or packed != meeting.generation.pack() or not missing:
                 raise ConnectionRefusedError("not a member of this generation")
-            self.sock.sendall(_ANSWER.pack(_proof(meeting.keys[rank], challenge, meeting.rank), self._own))
-            self._rank = rank
+            own = (meeting.rank, meeting.key, self._own)
+            self._rank, self._keys = rank, _keys(meeting.generation, own, (rank, meeting.keys[rank], nonce))
+            self.sock.sendall(_ANSWER.pack(self._keys.server_proof, self._own))
             return None
-        if self._rank in here or not hmac.compare_digest(data, _proof(meeting.key, self._own, self._rank)):
+        if self._rank in here or not same(data, self._keys.client_proof):
             raise ConnectionRefusedError("it does not prove that it is a member")
-        return self._rank
+        seals = Seal(self._keys.from_server), Seal(self._keys.from_client)
+        return self._rank, _Line(self.sock, *seals, is_local(self.sock))
 
 
 class _Flow:
     """What still has to go to and come from one peer."""
 
-    def __init__(
-        self, sock: socket.socket, rank: int, number: int, outgoing: Vector, incoming: Vector
-    ) -> None:
+    def __init__(self, line: _Line, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
         self.rank = rank
-        self._sock = sock
+        self._sock = line.sock
+        self._sealing = None if line.local else line.outgoing.begin_batch(local=False)
+        self._unsealing = None if line.local else line.incoming.begin_batch(local=False)
+        self._tag = bytearray(TAG_SIZE_BYTES)
         kind = _TYPES.index(outgoing.dtype.name)
         self._out = [memoryview(_HEAD.pack(number, outgoing.nbytes, kind)), _bytes(outgoing)]
+        self._fits = b""  # the tag that should come
         self._head = bytearray(_HEAD.size)
         self._expected = _HEAD.pack(number, incoming.nbytes, kind)
         self._in = [memoryview(self._head), _bytes(incoming)]
@@ -383,23 +400,39 @@ class _Flow:
         """Send and receive what is possible now. Raises: OSError."""
         if self._out:
             with suppress(BlockingIOError):
-                self._advance(self._out, self._sock.sendmsg(self._out))
+                self._advance(self._out, self._sock.sendmsg(self._out), self._sealing)
+            if not self._out and self._sealing is not None:
+                self._out, self._sealing = [memoryview(tag_of(self._sealing))], None
         if self._in:
             with suppress(BlockingIOError):
                 count = self._sock.recv_into(self._in[0])
                 if count == 0:
                     raise ConnectionResetError("it closed the connection")
                 checked = len(self._in) == 1
-                self._advance(self._in, count)
+                self._advance(self._in, count, self._unsealing)
                 if not checked and len(self._in) < 2 and bytes(self._head) != self._expected:
                     raise ConnectionAbortedError("it is in another collective")
+                if not self._in:
+                    self._check()
+
+    def _check(self) -> None:
+        """The vector is here: its tag is awaited; the tag is here, too: do they fit? Raises: OSError."""
+        if self._unsealing is not None:
+            self._fits, self._unsealing = tag_of(self._unsealing), None
+            self._in = [memoryview(self._tag)]
+        elif self._fits and not same(self._fits, bytes(self._tag)):
+            raise ConnectionAbortedError("what has come is not what it has sent")
 
     @staticmethod
-    def _advance(parts: list[memoryview], count: int) -> None:
-        while parts and count >= len(parts[0]):
-            count -= len(parts.pop(0))
-        if parts and count:
-            parts[0] = parts[0][count:]
+    def _advance(parts: list[memoryview], count: int, seal: Sealing | None) -> None:
+        while parts and count:
+            part = parts[0][:count]
+            count -= len(part)
+            parts[0] = parts[0][len(part) :]
+            if seal is not None:
+                seal.update(part)
+            while parts and not parts[0]:
+                parts.pop(0)
 
 
 def meet(
@@ -460,9 +493,10 @@ def host_of(client: Client | None) -> str:
     return RunSettings.load(client.run_dir).bind
 
 
-def _proof(key: bytes, challenge: bytes, rank: int) -> bytes:
-    """What only somebody who knows ``key`` can answer, as rank ``rank``."""
-    return hmac.digest(key, MAGIC + rank.to_bytes(4, "big") + challenge, "sha256")
+def _keys(generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]) -> Keys:
+    """Of one connection; each end is its rank, its secret and its nonce."""
+    ranks = f"rank {client[0]} to {server[0]}"
+    return Keys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
 
 
 def _read(sock: socket.socket, size_bytes: int) -> bytes:

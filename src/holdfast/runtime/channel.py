@@ -9,11 +9,13 @@ import socket
 import termios
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
+from holdfast.runtime.addresses import is_loopback
 from holdfast.runtime.guard import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers
+from holdfast.sealing import TAG_SIZE_BYTES, same, tag_of
 from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
 
 USER_TIMEOUT_MS = 5_000
@@ -38,6 +40,11 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Both ends are on this host, over loopback."""
+    return is_loopback(str(sock.getpeername()[0])) and is_loopback(str(sock.getsockname()[0]))
 
 
 class Hub(Generic[M]):
@@ -258,6 +265,10 @@ class Channel(asyncio.Protocol, Generic[M]):
             self.ready.exception()  # marks it as seen: connect() may have given up
 
 
+def _pass(data: memoryview) -> None:
+    """Of a message: its link looks at it."""
+
+
 class BlockingChannel(Generic[M]):
     """A blocking client connection, for one thread. Make it with :meth:`connect`."""
 
@@ -336,30 +347,40 @@ class BlockingChannel(Generic[M]):
         return self._inbox.pop(0)
 
     def receive_answer(self, timeout_s: float) -> M:
-        """The next message and not a byte beyond it: raw bytes may follow, for :meth:`receive_raw`.
+        """The next message and not a byte beyond it: raw bytes may follow, for :meth:`receive_batch`.
 
         Only where the peer sends nothing unasked. Raises: as :meth:`receive`.
         """
         head = bytearray(PREFIX_SIZE_BYTES)
-        self.receive_raw(memoryview(head), timeout_s)
+        self._fill(memoryview(head), timeout_s)
         self._link.receive(bytes(head))  # refuses what is too long before there is memory for it
         body = bytearray(int.from_bytes(head, "big"))
-        self.receive_raw(memoryview(body), timeout_s)
+        self._fill(memoryview(body), timeout_s)
         (message,) = self._link.receive(bytes(body))
         return message
 
-    def receive_raw(self, goal: memoryview, timeout_s: float) -> None:
-        """Fill ``goal`` with what comes next on the line.
+    def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
+        """Fill ``goals`` with the raw bytes that come next on the line.
 
         Raises:
             TimeoutError: nothing came for ``timeout_s``.
             ConnectionError: the peer closed.
+            ProtocolError: the peer did not send these bytes.
         """
+        seal, tag = self._link.unseal_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
+        for goal in goals:
+            self._fill(goal, timeout_s, seal.update)
+        self._fill(memoryview(tag), timeout_s)
+        if not same(tag_of(seal), bytes(tag)):
+            raise ProtocolError("bytes have come that the other end has not sent in this place")
+
+    def _fill(self, goal: memoryview, timeout_s: float, take: Callable[[memoryview], None] = _pass) -> None:
         self._sock.settimeout(timeout_s)
         while goal:
             size_bytes = self._sock.recv_into(goal)
             if not size_bytes:
                 raise ConnectionResetError("the peer closed the connection")
+            take(goal[:size_bytes])  # while the next ones come
             goal = goal[size_bytes:]
 
     def close(self) -> None:

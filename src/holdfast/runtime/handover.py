@@ -2,25 +2,24 @@
 
 Theory. A newcomer knows from the layouts which ranks hold a box identical to its own. It cuts every box into pieces,
 gives each piece to the holder with the least to do, and asks all of them at once, one connection and one thread each.
-Pieces travel in batches, from the memory of the one into the memory of the other; a batch carries the digest of its
-bytes. One that does not fit, or a holder that falls away, is made up for by another holder. Nothing is written to disk,
-and nothing is allocated by what a peer says: the sizes come from the layout.
+Pieces travel in batches, from the memory of the one into the memory of the other; a tag follows each (``sealing.py``):
+these are the bytes that the holder has sent. Another holder makes up for one whose tag does not fit, and for one that
+falls away. Nothing is written to disk, and nothing is allocated by what a peer says: the sizes come from the layout.
 
 Invariants:
-1. When :func:`fetch` returns, every byte of every buffer came with a digest that fits.
+1. When :func:`fetch` returns, every byte of every buffer came with a tag that fits.
 2. A server gives only what its rank declared; it ends with :meth:`StateServer.close`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn, TypeVar
 
 import msgspec
-import xxhash
 
 from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
@@ -56,16 +55,13 @@ class AskValues(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the bytes follow in the order of the question; ``digest`` is xxh3-64 of all of them."""
-
-    digest: int
+    """An answer: the bytes follow in the order of the question, then their tag."""
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """An answer; ``digest`` is xxh3-64 of ``data``."""
+    """An answer."""
 
     data: bytes
-    digest: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +109,7 @@ class StateServer(AnswerServer[Talk]):
 
     def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
         if isinstance(message, AskValues):
-            return Values(self._values, _digest([self._values])), ()
+            return Values(self._values), ()
         if not isinstance(message, AskPieces) or not _is_right(message.pieces):
             return Refusal("not a request"), ()
         try:
@@ -122,7 +118,7 @@ class StateServer(AnswerServer[Talk]):
         except HoldfastError as error:
             return Refusal(error.message), ()
         self._moved(sum(map(len, found)))
-        return Pieces(_digest(found)), found
+        return Pieces(), found
 
     def _find(self, piece: Piece) -> memoryview:
         end = piece.start + piece.size_bytes
@@ -198,20 +194,15 @@ class _Peer:
         self._channel: BlockingChannel[Talk] | None = None
 
     def values(self) -> bytes:
-        """The plain values, checked. Raises: PeerLost."""
+        """The plain values. Raises: PeerLost."""
         with self._lock:
-            answer = self._ask(AskValues(), Values, ())
-            if answer.digest != _digest([answer.data]):
-                self._give_up("gave values that do not fit their digest")
-            return answer.data
+            return self._ask(AskValues(), Values, ()).data
 
     def take(self, parts: Sequence[_Part]) -> None:
-        """Fill the memory of ``parts``, checked. Raises: PeerLost."""
+        """Fill the memory of ``parts``. Raises: PeerLost."""
         goals = [part.goal for part in parts]
         with self._lock:
-            answer = self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
-            if answer.digest != _digest(goals):
-                self._give_up("gave bytes that do not fit their digest")
+            self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
 
     def _ask(self, question: Talk, kind: type[A], goals: Sequence[memoryview]) -> A:
         if self.lost:
@@ -222,8 +213,8 @@ class _Peer:
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):
-                for goal in goals:
-                    self._channel.receive_raw(goal, TIMEOUT_S)
+                if goals:
+                    self._channel.receive_batch(goals, TIMEOUT_S)
                 return answer
         except (OSError, ProtocolError) as error:
             self._give_up(f"does not give its state: {error}")
@@ -293,10 +284,3 @@ def _take(peer: _Peer, parts: Sequence[_Part], moved: Callable[[int], object]) -
 def _is_right(pieces: Sequence[Piece]) -> bool:
     sizes = [piece.size_bytes for piece in pieces]
     return min(sizes, default=0) > 0 <= min(p.start for p in pieces) and sum(sizes) <= PIECE_SIZE_BYTES
-
-
-def _digest(views: Iterable[bytes | memoryview]) -> int:
-    total = xxhash.xxh3_64()
-    for view in views:
-        total.update(view)
-    return total.intdigest()

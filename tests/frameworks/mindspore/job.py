@@ -75,7 +75,7 @@ def cut_connections() -> None:
     for found in gc.get_objects():
         if isinstance(found, Mesh):
             for peer in found._peers.values():
-                peer.shutdown(socket.SHUT_RDWR)
+                peer.sock.shutdown(socket.SHUT_RDWR)
 
 
 def place() -> tuple[int, int]:
