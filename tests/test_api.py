@@ -87,6 +87,14 @@ def test_unknown_names_are_refused() -> None:
     assert python("import holdfast\ntry: holdfast.sesion\nexcept AttributeError as e: print(e)").strip()
 
 
+def test_a_session_shows_what_a_script_uses() -> None:
+    from holdfast.session.session import OFFERED, Session
+
+    shown = [name for name in dir(object.__new__(Session)) if not name.startswith("_")]
+    assert sorted(shown) == sorted(OFFERED)
+    assert [name for name in OFFERED if not hasattr(Session, name)] == ["root", "state"], "set when it opens"
+
+
 def test_import_is_light() -> None:
     loaded = set(json.loads(python("import holdfast, json, sys; print(json.dumps(sorted(sys.modules)))")))
     assert loaded.isdisjoint({"torch", "asyncio", "click", "rich", "numpy", "aiohttp"})

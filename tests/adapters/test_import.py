@@ -280,3 +280,32 @@ def test_keys_that_are_one_text_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_foreign_note_of_keys_is_refused(note: Any) -> None:
     with pytest.raises(CheckpointInvalid, match=r"holdfast\.keys"):
         restore_keys({"a": {"b": 1}, KEYS: note}, "x")
+
+
+def test_a_part_under_another_name_is_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = small()
+    torch.save({"net": net.state_dict(), "opt": trained(net).state_dict(), "it": 7}, tmp_path / "t.pt")
+    source, root = str(tmp_path / "t.pt"), str(tmp_path / "root")
+    assert answer(["ckpt", "import", source, root]) != 0
+    capsys.readouterr()
+    assert answer(["ckpt", "import", source, root, "--map", "net=model", "--map", "it=step"]) != 0
+    assert "--map opt=optimizer" in capsys.readouterr().err
+    mapped = ["--map", "net=model", "--map", "opt=optimizer", "--map", "it=step"]
+    assert answer(["ckpt", "import", source, root, *mapped]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert set(values_of(path)["optimizers"]) == {"default"} and inspect(path).step == 7
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"opt": "optimiser"}, "there is no part optimiser"),
+        ({"otp": "optimizer"}, "has no key otp; its keys are model, opt, optim"),
+        ({"opt": "optimizer"}, "has the part optimizer already: optim"),
+    ],
+)
+def test_what_cannot_be_mapped(tmp_path: Path, names: dict[str, str], says: str) -> None:
+    net = small()
+    state = trained(net).state_dict()
+    with pytest.raises(UsageError, match=says):
+        imported(tmp_path, {"model": net.state_dict(), "opt": state, "optim": state}, names=names, step=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast.cli.ckpt import size_bytes
+from holdfast.cli.contents import readable
 from holdfast.cli.main import answer
 from holdfast.errors import NothingToResume, UsageError
 from holdfast.store import reader, validity
@@ -322,3 +324,43 @@ def test_nothing_is_no_place(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["ls", ""], ["verify", ""], ["prune", "", "--keep", "1"]):
         code, _, err = run(capsys, *command)
         assert code == 2 and "next: write a directory" in err
+
+
+def test_a_listing_has_age_and_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.utime(root / save_id(10).directory(), (time.time() - 7200,) * 2)
+    head, *rows = run(capsys, "ls", str(root))[1].splitlines()
+    assert head.split()[:4] == ["step", "age", "run", "checkpoint"]
+    assert "  2 h 0 min  " in rows[2] and save_id(10).run in rows[2].split()
+
+
+def test_values_are_shown_by_dotted_name_and_tensors_summed_up() -> None:
+    values: dict[str, object] = {
+        "optimizers": {
+            "default": {
+                "groups": [{"lr": 0.01, "betas": (0.9, 0.999), "foreach": None}],
+                "members": [["w"]],
+                "state": {"w": {"step": {"@": "tensor", "v": "x"}}},
+            }
+        },
+        "session": {"step": 20, "place": {"epoch": 3}},
+        "weights": {"@": "tensor", "v": "y"},
+        "state": {"history": list(range(1000)), "note": "n" * 100},
+    }
+    assert readable(values) == {
+        "optimizers.default.groups.0.lr": "0.01",
+        "optimizers.default.groups.0.betas": "(0.9, 0.999)",
+        "session.step": "20",
+        "session.place.epoch": "3",
+        "state.history": "1,000 items",
+        "state.note": "n" * 57 + "...",
+    }
+
+
+def test_a_checkpoint_is_shown_with_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = replicated(1, {"a": np.zeros(3), "b": np.zeros((2, 2)), "c": np.zeros(5, np.float32)})
+    save(tmp_path, world, save_id(1))
+    lines = run(capsys, "show", str(tmp_path))[1].splitlines()
+    assert "total F64: 2 tensors, 7 elements, 56 B" in lines
+    assert "total F32: 1 tensor, 5 elements, 20 B" in lines
+    shown = json.loads(run(capsys, "show", str(tmp_path), "--json")[1])
+    assert shown["totals"]["F64"] == {"tensors": 2, "elements": 7, "size_bytes": 56}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shlex
 import stat
@@ -18,23 +19,26 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 
 from holdfast.cli.completion import files
 from holdfast.cli.console import SafeConsole, print_table
+from holdfast.cli.contents import readable, totals
 from holdfast.cli.errors import say
 from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.finite import Finite
 from holdfast.core.ids import STEP_MAX
-from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.errors import CheckpointInvalid, StoreError, UsageError
+from holdfast.runtime.settings import without_launch
 from holdfast.store.files import mode_of
 from holdfast.store.group_info import read_group_info
 from holdfast.store.place import Place, place_of
 from holdfast.store.policy import KeepEvery, KeepFor, KeepNewest, KeepPolicy
-from holdfast.store.reader import load_catalogue, load_values, opened
+from holdfast.store.reader import load_catalogue, load_locals, load_values, opened
 from holdfast.store.repair import Repaired, repair
 from holdfast.store.root import GRACE_S, Choice, Root, choose, find, is_attempt, list_command, repair_command
 from holdfast.store.tools import holdings, merge
 from holdfast.store.validity import Validity, inspect, judge
-from holdfast.wording import plural, ranges
+from holdfast.wording import plural, ranges, span
 
 HOLDERS_SHOWN = 10_000
+VALUES_SHOWN = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 
 
@@ -62,7 +66,8 @@ def ckpt() -> None:
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
     """All attempts below ROOT, newest first, and why a bad one is bad."""
-    found = _root(root).list(deep=deep)
+    place = _root(root)
+    found = place.list(deep=deep)
     if as_json:
         _say_json(found)
         return 0
@@ -70,11 +75,12 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
         echo(f"no checkpoint in {root}")
         return 0
     rows = [
-        (str(one.step), one.name, _state(one), one.save_id.kind if one.save_id else "", str(one.world or ""),
-         _size(one.size_bytes), one.reason or "; ".join(one.damage))
+        (str(one.step), _age(place, one), without_launch(one.save_id.run) if one.save_id else "", one.name, _state(one),
+         one.save_id.kind if one.save_id else "", str(one.world or ""), _size(one.size_bytes),
+         one.reason or "; ".join(one.damage))
         for one in found
     ]  # fmt: skip
-    print_table(("step", "checkpoint", "state", "kind", "ranks", "size", "remark"), rows)
+    print_table(("step", "age", "run", "checkpoint", "state", "kind", "ranks", "size", "remark"), rows)
     return 0
 
 
@@ -82,25 +88,46 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 @click.argument("checkpoint", shell_complete=files)
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
-    """What CHECKPOINT holds: its save, tensors and values."""
+    """What CHECKPOINT holds: its save, values (learning rate, epoch, position), and tensors with totals."""
     with _checkpoint(checkpoint) as path, opened(path) as source:
         judged = judge(source.directory, source.index)
         catalogue, values = load_catalogue(source), load_values(source)
+        position = load_locals(source, min(judged.writers, default=0))
+    plain = readable({**values, "position": position})
+    sums = totals(catalogue.tensors)
     if as_json:
         tensors = {
             t.fqn: {"dtype": t.dtype, "shape": t.shape, "boxes": len(catalogue.boxes(t))}
             for t in catalogue.tensors
         }
-        _say_json({"checkpoint": judged, "tensors": tensors, "values": sorted(values)})
+        _say_json(
+            {
+                "checkpoint": judged,
+                "tensors": tensors,
+                "values": sorted(values),
+                "plain": plain,
+                "totals": sums,
+            }
+        )
         return 0
     echo(f"{path}\nstep {judged.step}, {_state(judged)}, {plural(judged.world, 'rank')}, written by "
                f"{len(judged.writers)}, copies {judged.copies}, {_size(judged.size_bytes)}\n"
                f"values: {', '.join(sorted(values)) or 'none'}")  # fmt: skip
+    shown = list(plain.items())[:VALUES_SHOWN]
+    if shown:
+        print_table(("value", ""), shown)
+    if len(plain) > len(shown):
+        echo(f"... {len(plain) - len(shown)} more: --json")
     rows = [
         (t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
         for t in catalogue.tensors
     ]
     print_table(("tensor", "dtype", "shape", "boxes", "size"), rows)
+    for dtype, total in sums.items():
+        echo(
+            f"total {dtype}: {plural(total.tensors, 'tensor')}, {plural(total.elements, 'element')}, "
+            f"{_size(total.size_bytes)}"
+        )
     return 0
 
 
@@ -242,8 +269,10 @@ def export(
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("root", shell_complete=files)
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
+@click.option("--map", "names", multiple=True, metavar="KEY=PART", help="KEY of SOURCE is PART (model, optimizer, "
+              "scheduler, scaler, step), for example opt=optimizer; repeatable.")  # fmt: skip
 @json_option
-def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
+def import_(source: Path, root: str, step: int | None, names: tuple[str, ...], as_json: bool) -> int:
     """Write SOURCE as a checkpoint below ROOT.
 
     SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, or a directory with model.safetensors or
@@ -257,6 +286,7 @@ def import_(source: Path, root: str, step: int | None, as_json: bool) -> int:
             source,
             root,
             step=step,
+            names=_mapped(names),
             progress=lambda total: stack.enter_context(_progress("import", total, quiet=as_json)),
             note=say,
         )
@@ -294,6 +324,19 @@ def prune(
     if not done.removed:
         echo(f"nothing to remove below {place}")
     return 0
+
+
+def _mapped(texts: Iterable[str]) -> dict[str, str]:
+    """Parts by key. Raises: UsageError."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, part = text.partition("=")
+        if not (key and equals and part) or key in found:
+            raise UsageError(
+                f"--map {text} is not KEY=PART, each KEY once", hint="for example --map opt=optimizer"
+            )
+        found[key] = part
+    return found
 
 
 @contextmanager
@@ -380,6 +423,15 @@ def _root(text: str) -> Root:
             hint=f"holdfast ckpt show {shlex.quote(str(place))}, or its directory: {list_command(place.parent)}",
         )
     return Root(place)
+
+
+def _age(place: Root, judged: Validity) -> str:
+    """Since it was written; empty where that is not known."""
+    try:
+        age_s = place.age_s(judged.name)
+    except (CheckpointInvalid, StoreError):  # it may not be read, or its store does not answer
+        return ""
+    return span(max(0.0, age_s)) if math.isfinite(age_s) else ""
 
 
 def _state(judged: Validity) -> str:

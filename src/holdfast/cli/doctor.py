@@ -285,7 +285,7 @@ def _losses(log: Path) -> list[Finding]:
             size_bytes = one.box.numel * DTYPE_SIZE_BYTES[one.dtype]
             alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + size_bytes
     if not alone:
-        text = f"costs 0 steps: every box of the state has {least} holders or more (step {newest.step})"
+        text = f"costs 0 steps: every part of the state is on {least} ranks or more (step {newest.step})"
         return [*findings, Finding("a lost rank", "good", text)]
     every = RunSettings.load(log.parent).memory_every
     text = cost_of_a_loss(True, max(alone.values()), every)

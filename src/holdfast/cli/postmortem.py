@@ -365,7 +365,10 @@ def text(report: Report) -> str:
     sure = f" ({report.confidence})" if report.kind in ("hang", "corruption") else ""
     rows = [
         (f"fault {report.name}", [f"of run {report.run_id}, {clock}"]),
-        ("who", [f"rank {report.rank} (process life {report.member_id}{node}): {report.kind}{sure}"]),
+        (
+            "who",
+            [f"rank {report.rank} (process number {report.member_id} of the run{node}): {report.kind}{sure}"],
+        ),
         ("what", [report.what]),
         ("where", [report.where]),
         ("evidence", report.evidence),

@@ -14,9 +14,11 @@ from holdfast.cli.escaping import echo
 from holdfast.cli.finite import Finite
 from holdfast.cli.flags import FLAGS
 from holdfast.cli.helping import RunCommand
+from holdfast.cli.instead import give_way
 from holdfast.cli.nodes import RUN_HELP
 from holdfast.cli.resolve import resolve
 from holdfast.errors import AuthError, UsageError, UserError
+from holdfast.runtime.disabled import is_disabled
 
 _TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
 
@@ -59,6 +61,8 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
         return 0
     if script is None:
         raise UsageError("no training script given", hint=f"holdfast run train.py  (flags: {RUN_HELP})")
+    if is_disabled():
+        give_way(settled, script, args)
     try:
         request = resolve(settled.values, settled.given, script, args)
     except (

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.cli.escaping import echo, echo_json, shown
 from holdfast.cli.find import find_run, name_of, run_argument
+from holdfast.cli.folding import folded
 from holdfast.core.page import Word
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.evidence import find, where
@@ -36,9 +37,10 @@ class RankStacks(msgspec.Struct, frozen=True):
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_argument
 @click.option("--rank", type=int, help="Only this rank.")
+@click.option("--all", "everything", is_flag=True, help="With the threads and frames of Holdfast.")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
-def stacks(run: str | None, run_dir: str, rank: int | None, as_json: bool) -> int:
-    """Where every rank of RUN (an id, a path, or the newest) is now: the Python stacks of all its threads.
+def stacks(run: str | None, run_dir: str, rank: int | None, everything: bool, as_json: bool) -> int:
+    """Where every rank of RUN (an id, a path, or the newest) is now: the Python stacks of its threads.
 
     Works while a rank sits in C code, also when that holds the GIL; a stopped process cannot answer. Nothing is
     interrupted. Shows the ranks of this machine.
@@ -58,7 +60,10 @@ def stacks(run: str | None, run_dir: str, rank: int | None, as_json: bool) -> in
         line = (f"rank {each.rank}, pid {each.pid}: {each.phase} of step {each.step}, "
                     f"process {each.process or '?'}, cpu {each.cpu:.0%}{kernel}")  # fmt: skip
         echo(lead=click.style(shown(line), bold=True))
-        echo(each.stacks or "  it does not answer\n")
+        if not each.stacks:
+            echo("  it does not answer\n")
+        else:
+            echo(each.stacks if everything else folded(each.stacks))
     return 0
 
 

@@ -178,7 +178,8 @@ def _replaced(case: Case) -> Verdict | str:
     where = f", on another node than {', '.join(situation.lost_nodes)}" if situation.lost_nodes else ""
     return Verdict(
         action="replace",
-        reason=f"every box has a living holder at step {situation.step}: only the lost ranks are replaced{where}",
+        reason=f"every part of the state is on a living rank at step {situation.step}: "
+        f"only the lost ranks are replaced{where}",
         evidence=case.failures,
     )
 
@@ -254,7 +255,7 @@ class RestartAll(Rung, frozen=True):
 def _saved(case: Case, first: str) -> Verdict:
     return Verdict(
         action="restart_last_gasp",
-        reason=f"{first}every box has a living holder at step {case.situation.step}: no step is lost",
+        reason=f"{first}every part of the state is on a living rank at step {case.situation.step}: no step is lost",
         evidence=(*case.not_in_place, *case.failures),
         save=True,
     )

@@ -46,7 +46,7 @@ WHERE_LENGTH_MAX = 240
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 MAIN = "Stack (most recent call first):"
 FRAMES_MAX = 100  # of one thread, as in faulthandler
-_INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
+INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(
     platform.machine()
@@ -238,7 +238,7 @@ def where(stacks: str) -> str:
     if not frames:
         return ""
     text = _frame(frames[0])
-    user = next((f for f in frames if not any(inner in f["file"] for inner in _INNER)), None)
+    user = next((f for f in frames if not any(inner in f["file"] for inner in INNER)), None)
     if user is not None and user is not frames[0]:
         text = f"{text}, called from {_frame(user)}"
     return whole_words(text, WHERE_LENGTH_MAX)

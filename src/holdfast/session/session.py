@@ -29,6 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
+from holdfast.runtime.disabled import refuse_session
 from holdfast.runtime.failing import show, tell, tell_exit
 from holdfast.runtime.library import join_or_start_agent
 from holdfast.runtime.standin import StandIn
@@ -63,6 +64,8 @@ log = logging.getLogger("holdfast")
 
 STAY_S = 90.0
 """A process whose script has raised waits this long for a word; a last-gasp has 60 s, a new controller a few."""
+OFFERED = ("epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
+"""What a session shows to its user."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
 
@@ -85,9 +88,14 @@ class Session(Repeating):
         self._entered_by: tuple[FrameType, int] | None = None
         self._collecting: int | None = None  # the state of this step is read, the machine is at another
 
+    def __dir__(self) -> list[str]:
+        """What a script may use: the other methods are called by the library's own parts."""
+        return [*OFFERED, *(name for name in super().__dir__() if name.startswith("__"))]
+
     # ------------------------------------------------------------------ open
 
     def __enter__(self) -> Self:
+        refuse_session()
         settings, caller = self._settings, sys._getframe(1)
         self._entered_by = caller, caller.f_lasti
         self._adapter = self._make_adapter()

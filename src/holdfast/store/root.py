@@ -125,6 +125,14 @@ class Root:
         """
         return [self._judged(name, deep) for name in self.names()]
 
+    def age_s(self, name: str) -> float:
+        """Seconds since this attempt was written; inf where it is gone.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: it cannot be read.
+        """
+        return self._store.age_s(name)
+
     def _judged(self, name: str, deep: bool) -> Validity:
         path = self.path / name
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "scaler_state_dict")
 STEP = ("step", "global_step")
+PARTS = {names[0]: names for names in (MODEL, OPTIMIZER, SCHEDULER, SCALER, STEP)}
 WRAPPER = "module."
 """What ``DistributedDataParallel`` puts before every name."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
@@ -54,6 +56,7 @@ def import_checkpoint(
     root: Place | str | os.PathLike[str],
     *,
     step: int | None = None,
+    names: Mapping[str, str] = {},
     progress: Callable[[int], Progress] = lambda size_bytes: int,
     note: Callable[[str], object] = log.info,
 ) -> Place:
@@ -65,6 +68,8 @@ def import_checkpoint(
             Hugging Face's form.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; by default what the file says (``step`` or ``global_step``), 0 for weights alone.
+        names: by key of the source the part that it is: ``{"opt": "optimizer"}``; a part is the first of the names of
+            ``PARTS``.
         progress: called with the total size in bytes of what is written; what it returns, with that of each part.
         note: called with a line for the user when the names are not those of the file.
 
@@ -79,7 +84,7 @@ def import_checkpoint(
     """
     found, target = Path(source), place_of(root)
     tree = read_source(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()))
-    parts = _parts(tree, found)
+    parts = _parts(_renamed(tree, names, found), found)
     done = _step(parts, found) if step is None else step
     if parts.renamed:
         old, new = next(iter(parts.renamed.items()))
@@ -87,6 +92,32 @@ def import_checkpoint(
     _make_way(target, import_id(done))
     collected = Collected()
     return write_imported(target, done, collected, parts.split(collected), progress)
+
+
+def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) -> Mapping[str, Any]:
+    """The tree with the keys by which its parts are known.
+
+    Raises:
+        UsageError: no such key, no such part, or a part that would be there twice.
+    """
+    found = dict(tree)
+    for key, part in names.items():
+        if part not in PARTS:
+            raise UsageError(
+                f"{key}={part}: there is no part {part}", hint=f"the parts are {', '.join(PARTS)}"
+            )
+        if key not in tree:
+            keys = ", ".join(map(str, list(tree)[:10])) or "none"
+            raise UsageError(
+                f"{source} has no key {key}; its keys are {keys}", hint="name one of them with --map"
+            )
+        there = [name for name in PARTS[part] if name in found and name != key]
+        if there:
+            raise UsageError(
+                f"{source} has the part {part} already: {there[0]}", hint=f"leave --map {key}={part} out"
+            )
+        found[part] = found.pop(key)
+    return found
 
 
 def _make_way(target: Place, save_id: SaveId) -> None:
@@ -343,5 +374,6 @@ def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
         if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):
             raise UsageError(
                 f"{source}: {name} is an optimizer's state, under a name that is not known",
-                hint="save it under 'optimizer'; several: {'optimizer': {'NAME': ..., 'NAME': ...}}",
+                hint=f"holdfast ckpt import --map {shlex.quote(f'{name}=optimizer')}; several: save them as "
+                "{'optimizer': {'NAME': ..., 'NAME': ...}}",
             )

@@ -1,0 +1,32 @@
+"""``HOLDFAST_DISABLE=1``: scripts run as if Holdfast were not there; a session, which would have to be, is refused."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.errors import UnsupportedError, UsageError
+
+DISABLE_VARIABLE = "HOLDFAST_DISABLE"
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def is_disabled() -> bool:
+    """The variable says so. Raises: UsageError: it is neither yes nor no."""
+    said = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
+    if said not in _YES + _NO:
+        raise UsageError(f"{DISABLE_VARIABLE}={said} is neither 1 nor 0", hint=f"unset {DISABLE_VARIABLE}")
+    return said in _YES
+
+
+def refuse_session() -> None:
+    """No session opens while Holdfast is disabled: without it nothing of the training would be saved or resumed.
+
+    Raises:
+        UnsupportedError: it is disabled.
+    """
+    if is_disabled():
+        raise UnsupportedError(
+            f"{DISABLE_VARIABLE} is set, and this script opens a session: without Holdfast its steps would be neither "
+            "saved nor resumed",
+            hint=f"unset {DISABLE_VARIABLE}, or run a script without a session",
+        )
