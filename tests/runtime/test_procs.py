@@ -302,6 +302,43 @@ def test_a_zygote_whose_imports_hold_a_device_is_not_forked(
     asyncio.run(scenario())
 
 
+STARTS_A_THREAD = """
+import threading, time
+from pathlib import Path
+
+def stay():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(NAME)
+    named.set()
+    time.sleep(600)
+
+named = threading.Event()
+threading.Thread(target=stay, daemon=True).start()
+named.wait()
+"""
+"""A module that starts a thread at its import."""
+
+
+@pytest.mark.parametrize(("name", "forks"), [("worker", False), ("jemalloc_bg_thd", True)])
+def test_a_zygote_whose_imports_start_a_thread_is_forked_only_where_that_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, forks: bool
+) -> None:
+    """It refused each fork without a word: the module that was to make starts faster made them slower."""
+    (tmp_path / "starts_thread.py").write_text(f"NAME = {name!r}\n{STARTS_A_THREAD}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    async def scenario() -> None:
+        async with running(tmp_path, "starts_thread") as node:
+            node.order(1)
+            await until(lambda: 1 in node.started)
+            told = [str(unusable["reason"]) for unusable in node.said("zygote_unusable")]
+            assert told == (
+                [] if forks else ["starts_thread starts 1 thread at its import: a fork could hang"]
+            )
+            assert node.said("zygote_refused") == []
+
+    asyncio.run(scenario())
+
+
 def test_a_fork_is_refused_for_the_files_and_the_state_of_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ from holdfast.runtime.spawn import (
     thread_count,
 )
 from holdfast.wire import NONCE_SIZE_BYTES, Link
+from holdfast.wording import plural
 
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
@@ -264,9 +265,20 @@ class Zygote:
             self._tell(ended)
 
 
-def thread_total() -> int:
-    """Threads of this process."""
-    return len(os.listdir("/proc/self/task"))
+FORK_SAFE = frozenset({"jemalloc_bg_thd"})
+"""Threads by name that a fork need not fear. jemalloc (pyarrow starts its thread at the import) takes its own locks
+around each fork, and works without the thread in the child."""
+
+
+def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
+    """Threads of this process that make a fork unsafe, and the main thread."""
+    total = 0
+    for task in tasks.iterdir():
+        try:
+            total += (task / "comm").read_text().strip() not in FORK_SAFE
+        except FileNotFoundError:  # it has ended
+            continue
+    return total
 
 
 def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
@@ -293,8 +305,10 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
     """Import what workers will need, and pay what the first optimizer imports lazily; ``further`` are the user's."""
     imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
+    starts_threads = ""
 
     def bring(names: Sequence[str]) -> None:
+        nonlocal starts_threads
         for name in names:
             began = time.monotonic()
             try:
@@ -304,6 +318,8 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
                 if name == "torch":
                     note_broken(error)
             imports_s[name] = round(time.monotonic() - began, 3)
+            if not starts_threads and thread_total() != 1:
+                starts_threads = name
 
     # These imports make a million objects and hardly any garbage: looking once is a quarter of their time.
     gc.disable()
@@ -319,7 +335,13 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
         imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
     versions()  # kept for the workers
     gc.freeze()  # children share these pages: a collection in a child must not write to them
-    return Preloaded(imports_s, missing, thread_total(), device_in_use())
+    unfit = device_in_use()
+    if not unfit and (threads := thread_total()) != 1:
+        unfit = (
+            f"{starts_threads or 'a preloaded module'} starts {plural(threads - 1, 'thread')} at its import: a fork "
+            "could hang"
+        )
+    return Preloaded(imports_s, missing, thread_total(), unfit)
 
 
 def become_worker(spawn: Spawn) -> int:
