@@ -134,7 +134,7 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
     finals = [e.data for e in outcome.events if e.kind == "sealed" and e.data["save_kind"] == "final"]
     assert [final["step"] for final in finals] == [steps]
-    assert outcome.log.read_text().count(f"holdfast: saved step {steps} (final) in ") == 1
+    assert outcome.log.read_text().count(f" saved step {steps} (final) in ") == 1
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 

@@ -24,9 +24,15 @@ _EARLIER = re.compile(r"(?P<run>.+)\.(?P<number>[1-9]\d*)")
 
 
 class Listed(msgspec.Struct):
-    """One run. ``name``: what other commands take; ``start``: the how manieth of its run id; ``from_step``: of the
-    checkpoint that it began with, -1: none; ``age_s``: since its start; ``ended_s``: since its end, None while it has
-    none on record."""
+    """One run.
+
+    Attributes:
+        name: what other commands take.
+        start: 1 for the first start of its run id.
+        from_step: of the checkpoint that it began with, -1: none.
+        age_s: since its start.
+        ended_s: since its end, None while it has none on record.
+    """
 
     name: str
     run_id: str
