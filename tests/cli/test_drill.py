@@ -37,7 +37,7 @@ def test_a_drill_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: tup
         process.send_signal(signal.Signals[name])
     _, said = process.communicate(timeout=BOUND_S)
     assert process.returncode == Exit.INTERRUPTED
-    assert said.endswith("holdfast: interrupted: the run was ended\n") and "Traceback" not in said
+    assert said.endswith(" interrupted: the run was ended\n") and "Traceback" not in said
     assert working_in(tmp_path) == {}
     assert not list(tmp_path.rglob("pages"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdfast.store.files import Directory
 from holdfast.store.local import LocalStore
 from holdfast.store.opening import open_store
 from holdfast.store.root import Root, resolve
-from holdfast.store.validity import inspect
+from holdfast.store.validity import Validity, inspect
 from tests.store.worlds import pipeline, replicated, save, save_id
 
 WORLD = pipeline(edge=8)
@@ -45,6 +46,27 @@ def test_newest_valid_and_the_reason_of_each_rejected_one(tmp_path: Path) -> Non
     assert Root(tmp_path).newest_valid(at=10).require().step == 10
     with pytest.raises(NothingToResume, match=r"rank-r00003.json: missing"):
         Root(tmp_path).newest_valid(at=30).require()
+
+
+def test_a_checkpoint_that_a_newer_one_replaces_while_the_root_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest attempt was unfinished when it was looked at, and the one before it was removed after that."""
+    save(tmp_path, WORLD, save_id(1))
+    unfinished = wreck(tmp_path, 2)
+    swapped: list[Path] = []
+
+    def look(path: Path, deep: bool) -> Validity:
+        found = inspect(path, deep)
+        if not swapped:
+            swapped.append(path)
+            shutil.rmtree(unfinished)
+            save(tmp_path, WORLD, save_id(2))
+            shutil.rmtree(tmp_path / save_id(1).directory())
+        return found
+
+    monkeypatch.setattr("holdfast.store.root.inspect", look)
+    assert Root(tmp_path).newest_valid().require().step == 2
 
 
 def test_order_is_step_then_generation_then_attempt(tmp_path: Path) -> None:

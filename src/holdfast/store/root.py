@@ -32,6 +32,7 @@ from holdfast.store.validity import Validity, inspect
 
 GRACE_S = 3600.0
 STEPS_NAMED_MAX = 8
+LOOKS_MAX = 10
 
 """Given the valid checkpoints, newest first, the paths of those to keep (see ``policy.py``)."""
 
@@ -146,12 +147,23 @@ class Root:
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
         """The newest valid checkpoint (of step ``at``), and the newer ones with the reason why they are not.
 
+        A job that trains may seal a newer checkpoint while this looks, and remove the one before it: then it looks
+        again.
+
         Raises:
             CheckpointInvalid, StoreUnreachable: the root cannot be read, or an attempt that may be the newest.
         """
+        for _ in range(LOOKS_MAX):
+            names = self.names(run)
+            choice = self._choose(names, at, deep=deep)
+            if choice.chosen is not None or set(names) <= set(self.names(run)):
+                break
+        return choice
+
+    def _choose(self, names: Sequence[str], at: int | None, *, deep: bool) -> Choice:
         rejected: list[Validity] = []
         chosen: Validity | None = None
-        steps = {name: (form.attempt_key(name) or (-1,))[0] for name in self.names(run)}
+        steps = {name: (form.attempt_key(name) or (-1,))[0] for name in names}
         for name in (name for name, step in steps.items() if at in (None, step)):
             found = inspect(self.path / name, deep)
             if found.valid:
