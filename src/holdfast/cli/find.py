@@ -18,9 +18,9 @@ RUNS = "runs"
 NAMED_MAX = 4
 
 
-def run_argument(command: Any) -> Any:
-    """The argument and the option that every reader of a run has: ``[RUN] [--run-dir DIR]``."""
-    command = click.option(
+def run_dir_option(command: Any) -> Any:
+    """The option of every command that reads runs: ``[--run-dir DIR]``."""
+    return click.option(
         "--run-dir",
         "--run_dir",
         default=RUNS,
@@ -28,7 +28,12 @@ def run_argument(command: Any) -> Any:
         help="Directory that holds the runs.",
         show_default=True,
     )(command)
-    return click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)(command)
+
+
+def run_argument(command: Any) -> Any:
+    """The argument and the option that every reader of one run has: ``[RUN] [--run-dir DIR]``."""
+    argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)
+    return argument(run_dir_option(command))
 
 
 def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:

@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from holdfast.cli.escaping import echo, echo_json
-from holdfast.cli.find import RUNS
+from holdfast.cli.find import run_dir_option
 from holdfast.cli.finite import Finite
 from holdfast.cli.listing import Listed, looked_at
 from holdfast.cli.postmortem import REPORTS
@@ -53,14 +53,7 @@ class Collected(msgspec.Struct):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--run-dir",
-    "--run_dir",
-    default=RUNS,
-    show_default=True,
-    metavar="DIR",
-    help="Directory that holds the runs.",
-)
+@run_dir_option
 @click.option("--days", type=Finite(min=0), metavar="N", help="Remove runs that ended more than N days ago.")
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Remove runs beyond the newest N.")
 @click.option("--checkpoints-of", "whole", multiple=True, metavar="RUN",

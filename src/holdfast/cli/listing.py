@@ -13,7 +13,7 @@ import msgspec
 from holdfast.cli.console import print_table
 from holdfast.cli.errors import say
 from holdfast.cli.escaping import echo, echo_json
-from holdfast.cli.find import RUNS, runs_below
+from holdfast.cli.find import run_dir_option, runs_below
 from holdfast.cli.view import RunView, Watch
 from holdfast.errors import UsageError
 from holdfast.runtime.rundir import RunDir
@@ -53,14 +53,7 @@ class Listed(msgspec.Struct):
 
 
 @click.command(name="ls", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--run-dir",
-    "--run_dir",
-    default=RUNS,
-    show_default=True,
-    metavar="DIR",
-    help="Directory that holds the runs.",
-)
+@run_dir_option
 @click.option("--json", "as_json", is_flag=True, help="All runs as one JSON list.")
 def list_runs(run_dir: str, as_json: bool) -> int:
     """The runs of a directory, newest first: state, step, age, faults, and which run each one goes on from."""
