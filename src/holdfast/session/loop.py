@@ -517,8 +517,9 @@ class Loops:
     def digests_of(self, step: int) -> list[int]:
         """Of the batches that this rank has drawn for ``step``; empty: not known."""
         record = self._proof.record
-        known = record is not None and record["step"] == step
-        return cast("list[int]", record["digests"]) if record is not None and known else []
+        if record is None or record["step"] != step:
+            return []
+        return cast("list[int]", record["digests"])
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
         """For the page; None when it has this, or cannot have it."""
