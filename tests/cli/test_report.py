@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.cli.postmortem import Report, reports_of, text, write
@@ -155,6 +156,32 @@ def test_what_takes_longer_than_usual_is_marked(tmp_path: Path) -> None:
     assert next(t.usual_s for t in hang.timeline if t.phase == "detected") == 2.0, (
         "its bound and half a second"
     )
+
+
+@pytest.mark.parametrize(("start_s", "spares"), [(18.6, 0), (18.6, 1), (0.6, 0)])
+def test_a_replacement_with_a_slow_start_is_told_with_its_remedy(
+    tmp_path: Path, start_s: float, spares: int
+) -> None:
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    member: dict[str, Field] = {"rank": 1, "member_id": 2}
+    made.journal.append(
+        "detected",
+        {**member, "kind": "signal", "what": "was killed", "step": 8, "phase": "vote", "detected_s": 0.01},
+    )
+    newcomer: dict[str, Field] = {"rank": 1, "member_id": 3}
+    made.journal.append("member_started", {**newcomer, "pid": 1})
+    made.journal.append("joined", {**newcomer, "step": 8, "generation": "1.2"})
+    made.journal.append("recovered", {**member, **TIMES, "kind": "signal", "step": 8, "steps_lost": 0})
+    events = [
+        msgspec.structs.replace(e, t_mono=start_s if e.kind == "joined" else 0.0)
+        for e in read(made.directory.journal).events
+    ]
+    (report,) = reports_of(made.directory, msgspec.structs.replace(made.settings, spares=spares), events)
+    said = [line for line in report.next_steps if "from its start to its join" in line]
+    assert bool(said) == (start_s > 2)
+    assert all("18.6 s" in line and "--preload" in line for line in said)
+    assert all(("--spares 1" in line) == (spares == 0) for line in said)
 
 
 def test_a_run_that_ended_with_the_fault(tmp_path: Path) -> None:

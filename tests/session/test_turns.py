@@ -56,6 +56,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ends]:
         ),  # an evaluation of all ranks, which the newcomer need not pass
         ("plain", "0:6:after", (), "replace"),  # the file of that epoch is written by the newcomer
         ("shared", "0:6:after", (), "restart last gasp"),
+        # All ranks have ended the turn, and what the lost rank kept of this step is of before or after that.
+        ("sharded", "1:6:prelude", (), "replace from memory"),
+        ("sharded", "1:6:uncopied", (), "replace from memory"),
+        pytest.param("sharded", "0:6:after", (), "restart from memory", marks=pytest.mark.more),
         ("phased", "1:6:block", ("--on-fault", "restart"), "restart last gasp"),
         pytest.param(
             "plain", "1:6:block", (), "replace", marks=pytest.mark.more

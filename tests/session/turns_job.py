@@ -1,9 +1,11 @@
 """Epochs and phases of the session, with work after each loop over steps: an evaluation, a file, the best result.
 
 ``python turns_job.py WAY [RANK:STEP:WHERE]``. WAY: ``plain`` (a rank evaluates alone), ``shared`` (all add up),
-``phased`` (a phase, then epochs, then a phase without steps), ``left`` (epochs end by ``break``), ``steps`` (one loop,
-for comparison), or how a script of before counts: ``range``, ``start``, ``while``, ``tail``. A rank is killed once, at
-WHERE of STEP: ``block``, ``after`` (before the file of its epoch), ``written`` (behind it), ``prelude``.
+``sharded`` (the same, with ``fully_shard`` and the memory tier), ``phased`` (a phase, then epochs, then a phase without
+steps), ``left`` (epochs end by ``break``), ``steps`` (one loop, for comparison), or how a script of before counts:
+``range``, ``start``, ``while``, ``tail``. A rank is killed once, at WHERE of STEP: ``block``, ``after`` (before the
+file of its epoch), ``written`` (after it), ``prelude``, ``uncopied`` (all have ended the epoch, and the memory tier has
+not copied that).
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
+from holdfast.session.loop import Loops
 
 EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 2
 
@@ -39,7 +44,8 @@ class Job:
         draw = torch.Generator().manual_seed(1)
         count = RANKS * EPOCH_STEPS * 4
         self.x, self.y = torch.randn(count, 8, generator=draw), torch.randint(0, 4, (count,), generator=draw)
-        self.model = DistributedDataParallel(nn.Linear(8, 4))
+        layer = nn.Linear(8, 4)
+        self.model: nn.Module = fully_shard(layer) if way == "sharded" else DistributedDataParallel(layer)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         self.scheduler = StepLR(self.optimizer, 1, 0.7)
         data = TensorDataset(self.x, self.y)
@@ -69,8 +75,8 @@ class Job:
         """What follows a loop: a line and a file, and the best result so far."""
         self.struck(s.step, "after")
         with torch.no_grad():
-            found = functional.cross_entropy(self.model.module(self.x), self.y)
-        if self.way == "shared":
+            found = self.found()
+        if self.way in ("shared", "sharded"):
             dist.all_reduce(found)
         s.state["best"] = max(s.state["best"], -float(found))
         s.state["history"].append(round(float(found), 6))
@@ -82,10 +88,21 @@ class Job:
         self.struck(s.step, "written")
         self.scheduler.step()
 
+    def found(self) -> torch.Tensor:
+        """The loss of all data; of a shard the sum of its weights."""
+        if isinstance(self.model, DistributedDataParallel):
+            return functional.cross_entropy(self.model.module(self.x), self.y)
+        return torch.stack([part.sum() for part in self.parts()]).sum()
+
+    def parts(self) -> list[torch.Tensor]:
+        """The weights that this rank holds."""
+        held = self.model.state_dict().values()
+        return [each.to_local() if isinstance(each, DTensor) else each for each in held]
+
     def bits(self) -> str:
         """Of the weights."""
         total = xxhash.xxh3_128()
-        for tensor in self.model.state_dict().values():
+        for tensor in self.parts():
             total.update(tensor.numpy().tobytes())
         return total.hexdigest()
 
@@ -102,7 +119,15 @@ class Job:
 def main(way: str, kill: str) -> None:
     """Train."""
     job = Job(way, kill)
+    renew = Loops.renew
+
+    def struck_before(loops: Loops) -> None:
+        job.struck(s.step, "uncopied")
+        renew(loops)
+
+    Loops.renew = struck_before  # type: ignore[method-assign]
     parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler}
+    parts |= {"memory": 1} if way == "sharded" else {}
     with holdfast.session(**parts, state=job.state, checkpoint="ckpt", save_every_steps=4) as s:
         if way == "steps":
             job.learn(s.steps(job.loader, epochs=EPOCHS))

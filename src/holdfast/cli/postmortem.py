@@ -111,6 +111,13 @@ class _Case:
         return next(mine, {})
 
     @property
+    def start_s(self) -> float:
+        """Seconds from the start of the slowest replacement to its join; 0 without one."""
+        began = {e.data["member_id"]: e.t_mono for e in self.events if e.kind == "member_started"}
+        joined = (e for e in self.events if e.kind == "joined" and e.data["member_id"] in began)
+        return max((e.t_mono - began[e.data["member_id"]] for e in joined), default=0.0)
+
+    @property
     def lost_with_it(self) -> list[dict[str, Any]]:
         """Other faults that were found before this one was answered, and are no consequence themselves."""
         others = (e for e in self.all("detected") if e["member_id"] != self.fault.member_id)
@@ -227,6 +234,12 @@ class Casebook:
         )
         same = [c for c in self._cases if c.fault.rank == fault.rank and c.fault.number <= fault.number]
         found = _advice(case, logs, self._run.path)
+        if case.start_s > USUAL_S["restored"]:
+            ready = "" if self._settings.spares else "; --spares 1 keeps a process that has done all of it"
+            found.append(
+                f"the replacement took {case.start_s:.1f} s from its start to its join (imports and set-up of the "
+                f"script): --preload MODULE,... imports modules once per node{ready}"
+            )
         if again := repeated([c.fault for c in self._cases], fault):
             found.append(again)
         if len(same) >= OFTEN:

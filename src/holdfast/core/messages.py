@@ -265,6 +265,9 @@ class Receive(Message, frozen=True):
     replays: bool = (
         False  # make what no source holds again, from a state and a log of updates that it left in memory
     )
+    turns: int = (
+        0  # of epochs and phases, that the whole job has done; a state in memory of fewer or more is refused
+    )
 
 
 class Resume(Message, frozen=True):

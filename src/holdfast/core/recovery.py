@@ -483,7 +483,7 @@ class Recovery:
         if self.phase == "fencing":
             return Fence(member_id=who, generation=generation, reason=self._reason)
         if self.phase == "replacing" and member.joining:
-            return self.replacement.receive(member) if self.is_vouched else None
+            return self.replacement.receive(member, self._turns) if self.is_vouched else None
         if self.phase in ("saving", "retrying", "replacing"):
             if self.decided is None or not stands_in(self.decided.sources, member.rank):
                 return None

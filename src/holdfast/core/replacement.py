@@ -155,8 +155,12 @@ class Replacement:
         self._awaited.discard(member.rank)
         return not self._awaited
 
-    def receive(self, member: Member) -> Receive | None:
-        """The order that a newcomer waits for; None while a source is missing or it has not asked."""
+    def receive(self, member: Member, turns: int) -> Receive | None:
+        """The order that a newcomer waits for; None while a source is missing or it has not asked.
+
+        Args:
+            turns: of epochs and phases, that the whole job has done.
+        """
         job = self.job
         if not member.asked or self._awaited:
             return None
@@ -172,6 +176,7 @@ class Replacement:
             local=self.local_of(member),
             kept=self._kept,
             replays=self.replays,
+            turns=turns,
         )
 
     def holds(self, member: Member) -> bool:

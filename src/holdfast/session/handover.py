@@ -165,7 +165,7 @@ def take_over(rank: Rank, adapter: Adapter, client: Client, tier: Tier, order: R
         return take(adapter, client, order)
     try:
         if order.kept:
-            return tier.load(order.step)
+            return tier.load(order.step, order.turns)
         return take(adapter, client, order, tier.replay(order.step))
     except CheckpointInvalid as error:
         rank.refuse(order.generation, order.step, error)

@@ -218,7 +218,7 @@ class Loops:
         end, begun_at = self._bound[1], self._rank.step
         self.open = feed is not None or end is None or end < ENDLESS
         if self.walk.inside and saved_loop < loop:
-            self._tier.renew(self._rank.step)
+            self.renew()
         back()  # also from behind the block from which it has left the loop before this one
         try:
             yield from self._each(lambda: left() or self._is_over(end), make, back)
@@ -285,6 +285,10 @@ class Loops:
     def _is_over(self, end: int | None) -> bool:
         """The loop is at its end, or the script has left it in an epoch or phase that is not done yet."""
         return (end is not None and self._rank.step >= end) or self.place.get("left", False)
+
+    def renew(self) -> None:
+        """What is kept in memory of this step is of before this moment."""
+        self._tier.renew(self._rank.step)
 
     def note_turns(self) -> None:
         """Into the place: which epochs and phases the job has done."""

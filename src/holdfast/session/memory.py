@@ -172,7 +172,7 @@ class Tier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """A loop begins at ``step`` behind an epoch or phase: what was kept of this step is of the loop before it."""
+        """A turn has ended at ``step``, or a loop begins after one: what was kept of this step is of before that."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()
@@ -267,11 +267,14 @@ class Tier:
         self._replayed = step
         return self._adapter.collect()
 
-    def load(self, step: int) -> Resumed:
+    def load(self, step: int, turns: int | None = None) -> Resumed:
         """Fill this rank's state with the one of ``step``.
 
+        Args:
+            turns: of epochs and phases, that the whole job has done; None: not known.
+
         Raises:
-            CheckpointInvalid: it is not there or damaged, and nothing was changed.
+            CheckpointInvalid: it is not there, damaged, or of another number of turns, and nothing was changed.
             CheckpointMismatch: of another model.
         """
         with self._open(step) as kept:
@@ -279,6 +282,19 @@ class Tier:
                 raise CheckpointInvalid(f"{kept.path.name} is of a job of {plural(kept.world, 'rank')}")
             self._require_whole(kept)
             values = decode_mapping(kept.values, "values in memory")
+            found = Resumed(
+                kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory")
+            )
+            if turns not in (
+                None,
+                found.turns,
+            ):  # it was lost between the vote on the end of a turn and its copy
+                assert self._slots is not None
+                self._slots.forget(step)
+                raise CheckpointInvalid(
+                    f"{kept.path.name}, step {step}: copied after {plural(found.turns, 'epoch')} or phases, "
+                    f"and the job has ended {turns}"
+                )
             catalogue = kept.catalogue()
             restore = self._adapter.restore(catalogue, values)
             buffers = restore.buffers()
@@ -288,7 +304,7 @@ class Tier:
                     np.copyto(np.frombuffer(data, np.uint8), np.frombuffer(self._view(kept, meta), np.uint8))
                     self._moved(len(data))
             restore.finish()
-            return Resumed(kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory"))
+            return found
 
     def _moved(self, size_bytes: int) -> None:
         if self._rank.client is not None:

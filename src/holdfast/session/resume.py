@@ -67,6 +67,11 @@ class Resumed(NamedTuple):
     begun: bool = False
 
     @property
+    def turns(self) -> int:
+        """Of epochs and phases, that the whole job had done."""
+        return int(self.session.get("place", {}).get("turns", {}).get("passed", 0))
+
+    @property
     def caveat(self) -> str:
         """What a user should know of it."""
         imported = self.step and self.path.name == import_id(self.step).directory()
@@ -240,9 +245,14 @@ class Resume:
             loaded, reason, fatal = self._try(path, built)
             if fatal is not None:
                 tell_why(self._client, self._why_key(), self._adapter.rank, fatal)
-            all_loaded, stopped = self._agree([int(loaded is not None), int(fatal is not None)])
+            turns = 0 if loaded is None else loaded.turns
+            all_loaded, stopped, total, squares = self._agree(
+                [int(loaded is not None), int(fatal is not None), turns, turns**2]
+            )
             if all_loaded == self._adapter.world_size:
-                return loaded
+                if squares * all_loaded == total**2:
+                    return loaded
+                reason = f"it is of {turns} ended epochs and phases on this rank, of another number on another rank"
             if stopped:
                 if fatal is None:
                     why, hint = hear_why(self._client, self._why_key())

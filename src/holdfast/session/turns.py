@@ -16,6 +16,7 @@ is agreed on when the script next comes to the session: after an exception it do
 Invariants:
 1. All ranks of a generation end the same turns at the same steps.
 2. While a turn is not agreed on, what is saved or given away is the state of before what follows its loop.
+3. A state of one number of turns is never joined to ranks of another number.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class Turns:
         self._loops.note_turns()
         self._loops.open = False
         self._adapter.remember(rank.step, whole=True)
+        self._loops.renew()
         with rank.changed:
             rank.away = False
 
