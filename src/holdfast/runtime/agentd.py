@@ -86,6 +86,7 @@ LINGER_S = 1.0
 LAST_WORDS_S, WORD_S = 0.2, 0.001
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
+FIRST_NODE = NodeId("node0")  # of rank 0, in library mode
 NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
 
 
@@ -323,6 +324,8 @@ class AgentDaemon:
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
         share_checkpoints(self._run, job)
+        if self._settings.library:
+            self._keys.live_at(FIRST_NODE)  # no order to start will say so
         self._driver.post(JobFormed())
 
     def _without_job(self, code: Exit, reason: str) -> None:

@@ -3,7 +3,8 @@
 The process with local rank 0 starts one (``RunSettings.library``: it watches, saves and never starts workers) in its
 own session, and leaves a pointer file whose name all local ranks derive from the same variables. A pointer counts only
 while the process that wrote it lives, so a run before this one under the same address cannot be mistaken for it. It
-lies in a private directory of this user, because a shell loop may start each rank in a directory of its own.
+lies in a private directory of this user, because a shell loop may start each rank in a directory of its own. Several
+nodes have an agent each; ``library_nodes.py`` lets them meet.
 
 Invariant: two processes never take the same rank of one agent. Where two jobs have the same variables, one is refused.
 """
@@ -24,9 +25,10 @@ import msgspec
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.page import Word
 from holdfast.core.seat import RANK_TABLE, Seat
-from holdfast.errors import AuthError, GroupError, UnsupportedError, UsageError
+from holdfast.errors import AuthError, GroupError, UsageError
 from holdfast.runtime.client import Client
 from holdfast.runtime.evidence import offer_stacks, stacks_path
+from holdfast.runtime.library_nodes import JOIN_S, Exchange, Nodes, agree, refuse_unknown, wait_for_job
 from holdfast.runtime.lifeline import hold
 from holdfast.runtime.owners import doubt
 from holdfast.runtime.page import Page
@@ -59,21 +61,29 @@ class Pointer(msgspec.Struct, frozen=True):
     started: int  # start time of ``pid``, in clock ticks since boot
 
 
-def join_or_start_agent(seat: Seat) -> Client:
+def join_or_start_agent(seat: Seat, exchange: Exchange | None = None) -> Client:
     """The started client of this process; local rank 0 starts the agent first, below ``runs`` in the working directory.
 
     Args:
         seat: of this process, as its launcher says.
+        exchange: sums over all ranks without an agent; None: this framework cannot, so the job has one node.
 
     Raises:
-        UnsupportedError: the job has more than one node.
+        UnsupportedError: the job has several nodes, and no ``exchange`` or nodes of different sizes.
         UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written.
-        GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``.
+        GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``, or those of the nodes did not meet.
         AuthError: another user has made what names the agent.
+        PeerLost: a rank of another node is gone.
     """
-    _refuse_several_nodes(seat)
-    pointer = _pointers() / f"library-{_key(seat)}.json"
-    run = _start_agent(pointer, seat) if seat.local_rank == 0 else _find_agent(pointer)
+    nodes = None
+    if not seat.one_node:
+        refuse_unknown(seat, may_exchange=exchange is not None)
+        assert exchange is not None, "refused above"
+        nodes = agree(seat, exchange)
+    pointer = _pointers() / f"library-{_key(seat, nodes)}.json"
+    run = _start_agent(pointer, seat, nodes) if seat.local_rank == 0 else _find_agent(pointer)
+    if nodes is not None:
+        wait_for_job(run)
     member_id = MemberId(seat.rank + 1)
     try:
         page = Page.create(
@@ -117,25 +127,12 @@ def agree_on_root(client: Client, root: str) -> None:
         )
 
 
-def _refuse_several_nodes(seat: Seat) -> None:
-    """Raises: UnsupportedError."""
-    if seat.one_node:
-        return
-    here = f"{seat.local_world_size} of them" if seat.local_world_size else "an unknown number of them"
-    raise UnsupportedError(
-        f"without `holdfast run` a job may have one node; this one has {seat.world_size} ranks, {here} on this node "
-        f"({seat.said})",
-        hint="start the script on each host with `holdfast run --nnodes N --node-rank K --master-addr HOST0 "
-        "--token-file FILE --nproc-per-node M` (docs/several-nodes.md)"
-        + ("" if seat.local_world_size else "; where all ranks are on one node, set LOCAL_WORLD_SIZE"),
-    )
-
-
-def _key(seat: Seat) -> str:
+def _key(seat: Seat, nodes: Nodes | None) -> str:
     env = os.environ
     known = {name: env.get(name, "") for name in (*_OF_A_START, *_OF_A_JOB, *_ADDRESSES)}
     if not any(known[name] for name in _OF_A_JOB):
         known["session"] = str(os.getsid(0))
+    known["node"] = str(None if nodes is None else nodes.number)
     text = "|".join(f"{name}={value}" for name, value in known.items()) + f"|{seat.world_size}|{os.getuid()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -148,22 +145,33 @@ def _pointers() -> Path:
     return directory
 
 
-def _start_agent(pointer: Path, seat: Seat) -> RunDir:
+def _start_agent(pointer: Path, seat: Seat, nodes: Nodes | None) -> RunDir:
     _refuse_twice(pointer, seat)
     base = Path("runs").absolute()
     # In containers that share a directory the process numbers are equal, too.
     run_id = f"library-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}"
     run = RunDir(base / run_id)
-    run.create()
-    RunSettings(
+    run.create(b"" if nodes is None else nodes.token)
+    settings = RunSettings(
         run_id=run_id,
         target=sys.argv[0] or "python",
         args=tuple(sys.argv[1:]),
         command=tuple(sys.orig_argv),
         created_at=time.time(),
-        nproc=seat.world_size,
+        nproc=seat.local_world_size,
         library=True,
-    ).save(run.path)
+    )
+    if nodes is not None:
+        settings = msgspec.structs.replace(
+            settings,
+            nnodes=nodes.count,
+            nnodes_max=nodes.count,
+            node=f"node{nodes.number}",
+            contacts=(nodes.contact,),
+            bind=nodes.address,
+            join_s=JOIN_S,
+        )
+    settings.save(run.path)
     log = str(run.path / "agent.log")
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     # No Popen: its object would complain about a running child when the script ends; nobody waits for this one.

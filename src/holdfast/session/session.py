@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
+from holdfast.adapters.base import Adapter, Collected, HasGroups, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Flag, Phase
@@ -166,7 +166,9 @@ class Session(Repeating):
         client = Client.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
-        return join_or_start_agent(seat_here((self._adapter.rank, self._adapter.world_size))), True
+        seat = seat_here((self._adapter.rank, self._adapter.world_size))
+        exchange = self._adapter.vote if isinstance(self._adapter, HasGroups) else None
+        return join_or_start_agent(seat, exchange), True
 
     def _prepare_root(self) -> None:
         """Fail now, not at the first save. Raises: StoreWriteError."""
