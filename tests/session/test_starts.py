@@ -14,12 +14,13 @@ import pytest
 
 from holdfast.runtime.spawn import free_port
 from holdfast.store.root import Root
-from tests.session.launch import BOUND_S, ROOT
+from tests.session.launch import BOUND_S, ROOT, TORCHRUN
 from tests.session.test_jobs import STEPS, Result
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 JOB = str(Path(__file__).with_name("mpi_job.py"))
+ON_TWO_NODES = str(Path(__file__).with_name("job.py"))
 MPIRUN = shutil.which("mpirun")
 RANKS = 2
 ALONE = """\
@@ -91,6 +92,43 @@ def test_mpirun_itself(tmp_path: Path, bare: Callable[..., Result]) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert Result(0, "", tmp_path / "result").digests == bare("ddp", RANKS).digests
+
+
+def start_two_nodes(where: Path, *arguments: str) -> tuple[list[int], str]:
+    """Two torchruns, each for a node of two ranks, both on this machine: their codes and what the ranks said."""
+    port, path = free_port(), where / "torchrun.log"
+    with path.open("wb") as file:
+        nodes = [
+            subprocess.Popen(
+                [TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", "--master-addr",
+                 "127.0.0.1", "--master-port", str(port), "--max-restarts", "0", ON_TWO_NODES, "--steps", str(STEPS),
+                 "--result", str(where / "result"), *arguments],
+                env=variables(), cwd=where, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        try:
+            codes = [node.wait(BOUND_S) for node in nodes]
+        finally:
+            for one in nodes:
+                one.terminate()
+                one.wait()
+    return codes, path.read_text(errors="replace")
+
+
+@pytest.mark.more
+def test_torchrun_over_two_nodes_saves_when_a_rank_dies_and_the_next_start_resumes(
+    tmp_path: Path, bare: Callable[..., Result]
+) -> None:
+    arguments = ("--layout", "ddp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "3@5")
+    codes, said = start_two_nodes(tmp_path, *arguments)
+    assert 0 not in codes, said
+    (saved,) = Root(tmp_path / "ckpts").list()
+    assert saved.valid and saved.step == 5, said
+    assert saved.save_id is not None and saved.save_id.kind == "last-gasp"
+    codes, said = start_two_nodes(tmp_path, *arguments)
+    assert codes == [0, 0] and "resumed at step 5" in said, said
+    assert Result(0, "", tmp_path / "result").digests == bare("ddp", 4).digests
 
 
 @pytest.mark.parametrize(
