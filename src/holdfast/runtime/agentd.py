@@ -72,6 +72,7 @@ from holdfast.runtime.procs import (
     writers,
 )
 from holdfast.runtime.remains import Remains
+from holdfast.runtime.rewritten import table_of
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.scribe import Scribe
 from holdfast.runtime.services import agent_of
@@ -492,6 +493,9 @@ class AgentDaemon:
 
     def _orders(self, order: StartMembers) -> list[Order]:
         port = order.master_port or self._settings.master_port or free_port()
+        table = table_of(self._run, self._settings, order)
+        if table != (self._settings.rank_table, ""):
+            self._journal.append("rank_table", table._asdict())
         return [
             Order(
                 assignment,
@@ -503,6 +507,7 @@ class AgentDaemon:
                 order.join,
                 order.master_host,
                 port,
+                rank_table=table.path,
             )
             for assignment in order.members
         ]
