@@ -324,9 +324,10 @@ class AgentDaemon:
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
-        share_checkpoints(self._run, job)
         if self._settings.library:
             self._keys.live_at(FIRST_NODE)  # no order to start will say so
+        else:
+            share_checkpoints(self._run, job)
         self._driver.post(JobFormed())
 
     def _without_job(self, code: Exit, reason: str) -> None:
