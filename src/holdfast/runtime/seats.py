@@ -24,11 +24,10 @@ def seat_here(known: tuple[int, int] | None = None) -> Seat:
         UsageError: variables that contradict each other or ``known``, that say half of it, or no numbers; a rank table
             with mistakes.
     """
-    client = Client.current()
+    client, env = Client.current(), os.environ
     if client is not None:
         rank, world_size = known or (client.rank, client.world_size)
-        return Seat(rank, world_size, client.local_rank, 0, said=f"rank {client.rank} of {client.world_size}")
-    env = os.environ
+        return Seat(rank, world_size, client.local_rank, 0, said=f"rank {rank} of {world_size}")
     path = env.get(RANK_TABLE, "")
     if path and (env.get("RANK_ID") or env.get("RANK_SIZE") or not seat_of(env, known=known).said):
         found = read(Path(path))
