@@ -59,6 +59,37 @@ def test_check_says_all_mistakes_or_what_is_where(holdfast: Run, tmp_path: Path)
     assert len(shown["mistakes"]) == 2 and shown["table"] is None
 
 
+def test_check_and_make_know_what_hccl_takes(holdfast: Run, tmp_path: Path) -> None:
+    write_table(tmp_path / "good.json", ["10.0.0.1", "10.0.0.2"], 8)
+    good = holdfast("ranktable", "check", "--hccl", "good.json")
+    assert good.returncode == 0 and "note: all hosts must be on one switch" in good.stdout
+    write_table(tmp_path / "odd.json", ["10.0.0.1", "10.0.0.2"], 3)
+    assert holdfast("ranktable", "check", "odd.json").returncode == 0
+    odd = holdfast("ranktable", "check", "--hccl", "odd.json")
+    assert odd.returncode == 2 and "has 2 mistakes" in odd.stderr and "  10.0.0.2: 3 devices" in odd.stderr
+    shown = json.loads(holdfast("ranktable", "check", "--hccl", "--json", "odd.json").stdout)
+    assert len(shown["mistakes"]) == 2 and shown["table"] is None
+    two = json.loads((tmp_path / "odd.json").read_text())
+    two["server_list"] = two["server_list"][:1]
+    two["server_list"][0]["device"] = [
+        {"device_id": str(k), "rank_id": str(rank)} for rank, k in enumerate((3, 4))
+    ]
+    (tmp_path / "halves.json").write_text(json.dumps(two | {"server_count": "1"}))
+    halves = holdfast("ranktable", "check", "--hccl", "halves.json")
+    assert (
+        halves.returncode == 2 and "2 devices (3, 4): 0 to 3 and 4 to 7 are on two networks" in halves.stderr
+    )
+    made = holdfast("ranktable", "make", "--hccl", "--hosts", "10.0.0.1", "--nproc-per-node", "3",
+                    "--output", "never.json")  # fmt: skip
+    assert (
+        made.returncode == 2
+        and "takes 1, 2, 4 or 8" in made.stderr
+        and not (tmp_path / "never.json").exists()
+    )
+    pair = holdfast("ranktable", "make", "--hccl", "--hosts", "10.0.0.1,10.0.0.2", "--nproc-per-node", "8")
+    assert pair.returncode == 0 and "one switch" in pair.stderr and '"completed"' in pair.stdout
+
+
 def test_make_writes_what_run_takes(holdfast: Run, tmp_path: Path) -> None:
     (tmp_path / "hccn.conf").write_text("address_0=192.168.0.1\naddress_1=192.168.0.2\n")
     made = holdfast("ranktable", "make", "--hosts", "10.0.0.9,10.0.0.10", "--nproc-per-node", "2",

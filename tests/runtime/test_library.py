@@ -8,20 +8,24 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from holdfast import journal
-from holdfast.errors import UnsupportedError
-from holdfast.runtime.library import join_or_start_agent
+from holdfast.core.seat import Seat
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.runtime.client import Client
+from holdfast.runtime.library import agree_on_root, join_or_start_agent
 from tests.runtime.runs import exists, until
 
 RANK = """
 import os, sys, time
-from holdfast.core.messages import Fence, Settled
+from holdfast.core.seat import Seat
 from holdfast.runtime.library import join_or_start_agent
 rank = int(os.environ["RANK"])
-client = join_or_start_agent(rank=rank, local_rank=rank, world_size=3, local_world_size=3)
+client = join_or_start_agent(Seat(rank, 3, rank, 3))
 print(client.run_dir, flush=True)
 client.kv("add", ("here",), amount=1)
 while int(client.kv("get", ("here",)).value or b"0") < 3:
@@ -32,13 +36,18 @@ client.close()
 """
 
 
+def variables() -> dict[str, str]:
+    """Of torchrun, the same for all ranks, and of this test process alone: other checkouts may be tested beside it."""
+    job = f"test-{os.getpid()}"
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": job}
+
+
 def start_ranks(tmp_path: Path, mode: str) -> list[subprocess.Popen[str]]:
     """Three ranks with the variables of torchrun."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
     return [
         subprocess.Popen(
             [sys.executable, "-c", RANK, mode],
-            env={**env, "RANK": str(rank)},
+            env={**variables(), "RANK": str(rank)},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             text=True,
@@ -104,6 +113,47 @@ def test_a_dead_rank_is_seen_and_the_others_leave(tmp_path: Path) -> None:
             rank.stdout.close()
 
 
-def test_several_nodes_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="one node"):
-        join_or_start_agent(rank=0, local_rank=0, world_size=4, local_world_size=2)
+@pytest.mark.parametrize("seat", [Seat(0, 4, 0, 2, said="RANK=0"), Seat(5, 8, 1, 0, said="RANK=5")])
+def test_several_nodes_are_refused_by_name(seat: Seat) -> None:
+    with pytest.raises(UnsupportedError, match=r"one node.*RANK") as caught:
+        join_or_start_agent(seat)
+    assert "holdfast run --nnodes" in caught.value.hint
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("twice", ["0", "1"])
+def test_two_processes_never_take_the_same_rank(tmp_path: Path, twice: str) -> None:
+    """Two starts with equal variables, as of two jobs in one terminal: the second one is refused, the first goes on."""
+    ranks = start_ranks(tmp_path, "stay")
+    try:
+        for rank in ranks:
+            run_dir_of(rank)
+        late = subprocess.run(
+            [sys.executable, "-c", RANK, "go"], env={**variables(), "RANK": twice}, cwd=tmp_path,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert late.returncode != 0 and "UsageError" in late.stderr and "MASTER_PORT" in late.stderr
+        assert [rank.poll() for rank in ranks] == [None, None, None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+
+
+def test_ranks_that_save_to_different_places_are_refused() -> None:
+    stored: list[bytes] = []
+
+    class Keys:
+        rank = 1
+
+        def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> SimpleNamespace:
+            stored.append(value)
+            return SimpleNamespace(value=stored[0])
+
+    client = cast(Client, Keys())
+    agree_on_root(client, "/a/device0/ckpts")
+    agree_on_root(client, "/a/device0/ckpts")
+    with pytest.raises(UsageError, match=r"/a/device1/ckpts.*/a/device0/ckpts"):
+        agree_on_root(client, "/a/device1/ckpts")

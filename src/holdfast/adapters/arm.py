@@ -1,4 +1,4 @@
-"""A script started by torchrun that says ``import holdfast``: put our process groups in place before it makes its own.
+"""A script that a launcher other than ours started says ``import holdfast``: put our process groups in place in time.
 
 ``holdfast run`` does this before any user code. Elsewhere it must happen between the import of torch and the first
 ``init_process_group``; whichever of torch and holdfast the script imports first. Only processes that a launcher started
@@ -15,13 +15,15 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from holdfast.core.seat import is_told_of_others
+
 GROUPS = "holdfast.adapters.torch.groups"
 FRAMEWORK = "torch"
 
 
 def arm() -> None:
     """Install the groups now when torch is loaded, else right after its import; nothing in a single process."""
-    if int(os.environ.get("WORLD_SIZE") or 1) < 2 or "RANK" not in os.environ:
+    if not is_told_of_others(os.environ):
         return
     module = sys.modules.get(FRAMEWORK)
     if module is None:

@@ -7,7 +7,7 @@ how to copy state, how to break collectives, where the optimizer can be hooked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
@@ -228,6 +228,17 @@ class StandsIn(Protocol):
 
     def become(self, rank: int) -> None:
         """The process is this rank from now on."""
+
+
+@runtime_checkable
+class HasGroups(Protocol):
+    """What an adapter may also be: one over process groups that are made before a session opens: a vote needs no agent.
+
+    Attributes:
+        own_groups: they are Holdfast's, behind the names of the framework.
+    """
+
+    own_groups: ClassVar[bool]
 
 
 @runtime_checkable

@@ -11,9 +11,11 @@ from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.nodes import read_counts
 from holdfast.errors import UsageError
 from holdfast.exits import Exit
+from holdfast.runtime.hccl import hccl_mistakes, hccl_notes
 from holdfast.runtime.ranktable import (
     FILE_SIZE_MAX_BYTES,
     SERVER_VERSIONS,
+    check,
     device_addresses,
     make,
     read,
@@ -35,9 +37,16 @@ def ranktable() -> None:
 @ranktable.command(name="check")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def check_file(file: Path, as_json: bool) -> int:
+@click.option(
+    "--hccl", is_flag=True, help="Also what HCCL asks for: sizes, networks, all devices of several hosts."
+)
+def check_file(file: Path, as_json: bool, hccl: bool) -> int:
     """Say every mistake of FILE at once; exit code 2 when there is one."""
     found = read(file)
+    notes: tuple[str, ...] = ()
+    if hccl and found.table is not None:
+        mistakes, notes = hccl_mistakes(found.table), hccl_notes(found.table)
+        found = found._replace(mistakes=mistakes, table=None if mistakes else found.table)
     if as_json:
         shown = {"file": str(file), "status": found.status, "table": found.table, "mistakes": found.mistakes}
         echo_json(msgspec.json.format(msgspec.json.encode(shown), indent=2))
@@ -51,6 +60,8 @@ def check_file(file: Path, as_json: bool) -> int:
         ranks = [device.rank for device in server.devices]
         where = server.name if server.address in ("", server.name) else f"{server.name} ({server.address})"
         echo(f"  node {number}  {where or 'any host':{WIDTH}}  ranks {ranks[0]} to {ranks[-1]}")
+    for note in notes:
+        echo(f"note: {note}")
     return Exit.OK
 
 
@@ -61,13 +72,16 @@ def check_file(file: Path, as_json: bool) -> int:
 @click.option("--version", "version", type=click.Choice(SERVER_VERSIONS), default="1.0", show_default=True)
 @click.option("--hccn", multiple=True, metavar="HOST=FILE", help="The host's /etc/hccn.conf, for device_ip.")
 @click.option("--output", type=click.Path(path_type=Path), help="File to write (default: print it).")
+@click.option("--hccl", is_flag=True, help="Refuse a table that HCCL would not take.")
 def make_file(
-    hosts: str, nproc_per_node: str, version: str, hccn: tuple[str, ...], output: Path | None
+    hosts: str, nproc_per_node: str, version: str, hccn: tuple[str, ...], output: Path | None, hccl: bool
 ) -> int:
     """Write a table of hosts, in the order that the format wants."""
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     counts = read_counts(nproc_per_node)
     data = make(names, counts, version, dict(_addresses(each, names) for each in hccn))
+    if hccl:
+        _check_for_hccl(data)
     if names != sorted(names):
         echo(f"note: ranks follow the letters of the addresses: {', '.join(sorted(names))}", err=True)
     if output is None:
@@ -80,6 +94,17 @@ def make_file(
                          "written") from error  # fmt: skip
     echo(f"{output}: {shape(len(names), counts)}; holdfast run --rank-table {output} ...")
     return Exit.OK
+
+
+def _check_for_hccl(data: bytes) -> None:
+    """Raises: UsageError."""
+    table = check(data).table
+    assert table is not None, "what is made has no mistake"
+    if mistakes := hccl_mistakes(table):
+        raise UsageError("\n  ".join(["HCCL takes no table of these hosts:", *map(str, mistakes)]),
+                         hint="--nproc-per-node 1, 2, 4 or 8 for one host, 8 for several")  # fmt: skip
+    for note in hccl_notes(table):
+        echo(f"note: {note}", err=True)
 
 
 def _addresses(text: str, names: list[str]) -> tuple[str, dict[int, str]]:

@@ -280,9 +280,13 @@ class Fleet:
             self.recovery.progress(now)
 
     def _join_library(self, event: WorkerHello) -> Member | None:
-        """In library mode the workers come by themselves and bring their ids."""
+        """In library mode the workers come by themselves and bring their ids; their ranks lie in blocks by node."""
         job = self.job
-        if job.roster.at(event.rank) is not None or not job.slots:
+        per_node = job.config.world_size // job.config.nnodes
+        node_id = (
+            NodeId(f"node{event.rank // per_node}") if job.config.nnodes > 1 else min(job.slots, default=None)
+        )
+        if job.roster.at(event.rank) is not None or node_id is None or node_id not in job.slots:
             return None
         if not job.roster.members:
             job.generation = job.roster.generation = event.generation
@@ -290,8 +294,8 @@ class Fleet:
         member = Member(
             member_id=event.member_id,
             rank=event.rank,
-            local_rank=len(job.roster.members),
-            node_id=min(job.slots),
+            local_rank=event.rank % per_node,
+            node_id=node_id,
         )
         job.roster.add(member)
         return member

@@ -425,8 +425,14 @@ class Job:
                 master_host=host,
                 master_port=port,
                 join=join,
+                places=self._places,
             )
             self.send_node(node, order)
+
+    @property
+    def _places(self) -> tuple[tuple[NodeId, str], ...]:
+        nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
+        return tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)
 
     def stand_down(self, reason: str) -> None:
         """Decide nothing any more: another controller may be elected. Nothing is issued after this."""

@@ -442,6 +442,7 @@ class StartMembers(Message, frozen=True):
     master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own settings
     master_port: int = 0
     join: bool = False  # they replace lost ranks of a job whose other ranks live on
+    places: tuple[tuple[NodeId, str], ...] = ()  # nodes by rank, and addresses; empty: one node
 
 
 class KillMember(Message, frozen=True):

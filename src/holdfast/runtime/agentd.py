@@ -72,6 +72,7 @@ from holdfast.runtime.procs import (
     writers,
 )
 from holdfast.runtime.remains import Remains
+from holdfast.runtime.rewritten import table_of
 from holdfast.runtime.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.scribe import Scribe
 from holdfast.runtime.services import agent_of
@@ -86,6 +87,7 @@ LINGER_S = 1.0
 LAST_WORDS_S, WORD_S = 0.2, 0.001
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
+FIRST_NODE = NodeId("node0")  # of rank 0, in library mode
 NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
 
 
@@ -322,7 +324,10 @@ class AgentDaemon:
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
-        share_checkpoints(self._run, job)
+        if self._settings.library:
+            self._keys.live_at(FIRST_NODE)  # no order to start will say so
+        else:
+            share_checkpoints(self._run, job)
         self._driver.post(JobFormed())
 
     def _without_job(self, code: Exit, reason: str) -> None:
@@ -489,6 +494,9 @@ class AgentDaemon:
 
     def _orders(self, order: StartMembers) -> list[Order]:
         port = order.master_port or self._settings.master_port or free_port()
+        table = table_of(self._run, self._settings, order)
+        if table != (self._settings.rank_table, ""):
+            self._journal.append("rank_table", table._asdict())
         return [
             Order(
                 assignment,
@@ -500,6 +508,7 @@ class AgentDaemon:
                 order.join,
                 order.master_host,
                 port,
+                rank_table=table.path,
             )
             for assignment in order.members
         ]

@@ -84,6 +84,7 @@ class Order(msgspec.Struct, frozen=True):
     master_host: str  # empty: from the settings
     master_port: int
     spare: Literal["", "any", "fixed"] = ""  # to be called later, as any rank or as this one
+    rank_table: str = ""  # of this generation; empty: from the settings
 
 
 def log_root(run: RunDir, settings: RunSettings) -> str:
@@ -149,7 +150,7 @@ def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
     if not settings.rank_table:
         return {}
     return {
-        "RANK_TABLE_FILE": settings.rank_table,
+        "RANK_TABLE_FILE": order.rank_table or settings.rank_table,
         "RANK_ID": str(order.assignment.rank),
         "RANK_SIZE": str(order.world_size),
         "DEVICE_ID": str(settings.device_ids[order.assignment.local_rank]),

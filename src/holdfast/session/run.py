@@ -39,5 +39,5 @@ def run_of(client: Client | None, library: bool) -> Run:
         about.memory_every,
         None if library else place.checkpoints,
         None if library else place.pages(),
-        puller(place, about.node) if about.several else None,
+        puller(place, about.node) if about.several and not library else None,
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
+from holdfast.adapters.base import Adapter, Collected, HasGroups, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Flag, Phase
@@ -31,7 +31,8 @@ from holdfast.exits import Exit
 from holdfast.runtime.client import Client, leave_process
 from holdfast.runtime.disabled import refuse_session
 from holdfast.runtime.failing import show, tell, tell_exit
-from holdfast.runtime.library import join_or_start_agent
+from holdfast.runtime.library import agree_on_root, join_or_start_agent
+from holdfast.runtime.seats import seat_here
 from holdfast.runtime.standin import StandIn
 from holdfast.session.behind import Behind
 from holdfast.session.between import Between
@@ -115,6 +116,8 @@ class Session(Repeating):
         self.root = settings.checkpoint if root is None else absolute(root)
         if self.root is None:
             self.root = run.checkpoints
+        if library and client is not None:
+            agree_on_root(client, "" if self.root is None else str(self.root))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         every = run.memory_every if settings.memory is None else settings.memory
         self._finite = Finite(self._adapter, settings.nonfinite)
@@ -163,17 +166,9 @@ class Session(Repeating):
         client = Client.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
-        env = os.environ
-        world_size = self._adapter.world_size
-        return (
-            join_or_start_agent(
-                rank=self._adapter.rank,
-                local_rank=int(env.get("LOCAL_RANK", self._adapter.rank)),
-                world_size=world_size,
-                local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
-            ),
-            True,
-        )
+        seat = seat_here((self._adapter.rank, self._adapter.world_size))
+        exchange = self._adapter.vote if isinstance(self._adapter, HasGroups) else None
+        return join_or_start_agent(seat, exchange), True
 
     def _prepare_root(self) -> None:
         """Fail now, not at the first save. Raises: StoreWriteError."""

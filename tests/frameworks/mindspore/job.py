@@ -79,11 +79,11 @@ def cut_connections() -> None:
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size under holdfast run and under msrun."""
-    env = os.environ
-    return int(env.get("RANK", env.get("RANK_ID", "0"))), int(
-        env.get("WORLD_SIZE", env.get("RANK_SIZE", "1"))
-    )
+    """Rank and world size under holdfast run, under msrun or in a shell loop, and under mpirun."""
+    ranks = ("RANK", "RANK_ID", "OMPI_COMM_WORLD_RANK")
+    sizes = ("WORLD_SIZE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
+    rank, size = ([int(os.environ[name]) for name in names if name in os.environ] for names in (ranks, sizes))
+    return next(iter(rank), 0), next(iter(size), 1)
 
 
 def main() -> None:

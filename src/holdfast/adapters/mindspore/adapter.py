@@ -25,6 +25,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
 from holdfast.runtime.client import Client
+from holdfast.runtime.seats import place_here
 from holdfast.store.layout import Catalogue
 
 VERSIONS = ("2.10.",)
@@ -283,17 +284,16 @@ def parallel_mode() -> str:
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, from MindSpore's group or the launcher's variables (ours, then msrun's)."""
+    """Rank and world size, from MindSpore's group or the launcher's variables.
+
+    Raises:
+        UsageError: variables that contradict each other or the group, or that say half of it.
+    """
     if GlobalComm.INITED:
-        return int(get_rank()), int(get_group_size())
-    env = os.environ
-    if env.get("MS_ROLE") == "MS_SCHED":
+        return place_here((int(get_rank()), int(get_group_size())))
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
         raise SystemExit(0)  # msrun runs the script once more as its scheduler: it trains nothing
-    if "WORLD_SIZE" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"])
-    if env.get("MS_ROLE") == "MS_WORKER" and "RANK_SIZE" in env:
-        return int(env["RANK_ID"]), int(env["RANK_SIZE"])
-    return 0, 1
+    return place_here()
 
 
 def _gate_place(cell: Any) -> Any:

@@ -7,8 +7,6 @@ committed step: host copies where the step after it had begun.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +20,9 @@ from holdfast.adapters.tensorflow.data import DatasetFeed
 from holdfast.adapters.tensorflow.state import Collected, Restore, TensorFlowState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
+from holdfast.core.seat import TF_RANKS
 from holdfast.errors import GroupError, UnsupportedError, UsageError
+from holdfast.runtime.seats import place_here
 from holdfast.store.layout import Catalogue
 
 VERSION_MIN = (2, 16)
@@ -157,7 +157,12 @@ def scope(strategy: Any) -> Any:
 
 
 def check_supported(strategy: Any, world_size: int) -> None:
-    """Raises: UnsupportedError: names what is supported."""
+    """Refuse what would fail later.
+
+    Raises:
+        UnsupportedError: names what is supported.
+        UsageError: the strategy knows fewer or more workers than were started.
+    """
     version = tuple(int(part) for part in tf.__version__.split(".")[:2])
     if version < VERSION_MIN:
         least = ".".join(map(str, VERSION_MIN))
@@ -171,6 +176,12 @@ def check_supported(strategy: Any, world_size: int) -> None:
             f"supported is {STRATEGIES[0]}",
             hint="make model and optimizer in the scope of tf.distribute.MultiWorkerMirroredStrategy()",
         )
+    if world_size > 1 and (workers := _workers_of(strategy)) != world_size:
+        raise UsageError(
+            f"{world_size} processes were started, but the strategy knows {workers} worker(s): each would train alone",
+            hint="set TF_CONFIG before the strategy is made, or start the script with `holdfast run --framework "
+            "tensorflow`",
+        )
     if tf.config.get_visible_devices("GPU") or tf.config.get_visible_devices("TPU"):
         raise UnsupportedError(
             "TensorFlow on an accelerator is not supported: this path was never run on one; supported is CPU",
@@ -179,9 +190,16 @@ def check_supported(strategy: Any, world_size: int) -> None:
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, from ``TF_CONFIG`` or the launcher's variables."""
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    workers = config.get("cluster", {}).get("worker", [])
-    if len(workers) > 1:
-        return int(config["task"]["index"]), len(workers)
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Rank and world size, from ``TF_CONFIG`` or the launcher's variables.
+
+    Raises:
+        UsageError: variables that contradict each other, or that say half of it.
+    """
+    return place_here()
+
+
+def _workers_of(strategy: Any) -> int:
+    """How many workers the strategy adds up over: as its cluster says, 1 without one."""
+    resolver = strategy.cluster_resolver
+    spec = {} if resolver is None else resolver.cluster_spec().as_dict()
+    return sum(len(places) for kind, places in spec.items() if kind in TF_RANKS) or 1

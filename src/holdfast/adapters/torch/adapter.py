@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -52,6 +51,7 @@ from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
 from holdfast.runtime import standin
+from holdfast.runtime.seats import place_here, seat_here
 from holdfast.runtime.standin import exempt
 from holdfast.store.copies import Extent
 from holdfast.store.layout import Catalogue
@@ -571,15 +571,16 @@ def _place(own_groups: bool) -> tuple[int, int]:
     """Rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
 
     Raises:
-        UsageError: a launcher says that there are several processes, but there is no process group.
+        UsageError: a launcher says that there are several processes, but there is no process group, or another one.
         UnsupportedError: process groups that were made before Holdfast could.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1:
+        seat = seat_here()
+        if seat.world_size > 1:
             raise UsageError(
-                f"{world_size} processes were started, but torch.distributed is not initialised",
-                hint="torch.distributed.init_process_group(...) before holdfast.session(...)",
+                f"{seat.world_size} processes were started ({seat.said}), but torch.distributed is not initialised",
+                hint="torch.distributed.init_process_group(...) before holdfast.session(...); its env:// needs RANK, "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT: mpirun and srun do not set them, `holdfast run` does",
             )
         return 0, 1
     if own_groups and dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
@@ -587,7 +588,7 @@ def _place(own_groups: bool) -> tuple[int, int]:
             "the process groups were made before Holdfast could put its own behind them",
             hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",
         )
-    return dist.get_rank(), dist.get_world_size()
+    return place_here((dist.get_rank(), dist.get_world_size()))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
