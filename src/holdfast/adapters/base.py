@@ -262,6 +262,19 @@ class ComparesCopies(Protocol):
 
 
 @runtime_checkable
+class BeginsEqual(Protocol):
+    """What an adapter may also be: one that compares what the ranks of a fresh job begin with."""
+
+    def begin_equal(self) -> None:
+        """The copies of the state are the same on all ranks from here on.
+
+        Raises:
+            StateError: they are not; by name.
+            PeerLost: a rank is gone.
+        """
+
+
+@runtime_checkable
 class KnowsWeights(Protocol):
     """What an adapter may also be: one that sees whether the script has put other weights into the model."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, StandsIn, TakesParts
+from holdfast.adapters.base import Adapter, BeginsEqual, Collected, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Flag, Phase
@@ -198,6 +198,8 @@ class Session(Repeating):
                 why = "as asked" if self._settings.resume == "never" else f"no checkpoint in {self.root}"
                 self._say(f"holdfast: starting fresh, {why}")
             self._step = 0
+            if isinstance(self._adapter, BeginsEqual):
+                self._adapter.begin_equal()
             return
         found = self._resumed
         self._stand_at(found)
