@@ -89,6 +89,7 @@ class Feed(Protocol):
     epoch: int
     last_in_epoch: bool
     repeatable: bool  # a batch that is drawn in vain changes nothing: the next one is drawn from any place all the same
+    rewinds: bool  # the loop that draws from it can be told to go back to an earlier place
 
     def place(self) -> Mapping[str, int]:
         """The position after the last batch drawn."""

@@ -72,12 +72,12 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[Held]) ->
     require_same_names(total, rank, world_size, [each.meta.fqn for each in held])
     row = [number for each in held for number in (box_key(each.meta), _digest(each.data), len(each.data))]
     said = gathered(total, rank, world_size, row).reshape(world_size, len(held), 3)
-    found = []
-    for index in range(len(held)):
-        for ranks in parts(said[:, index, 0]):
-            if len(set(said[list(ranks), index, 1].tolist())) > 1:
-                found.append(Difference(index, ranks, int(said[ranks[0], index, 2])))
-    return found
+    return [
+        Difference(index, ranks, int(said[ranks[0], index, 2]))
+        for index in range(len(held))
+        for ranks in parts(said[:, index, 0])
+        if len(set(said[list(ranks), index, 1].tolist())) > 1
+    ]
 
 
 def refuse(held: Sequence[Held], found: Sequence[Difference], hint: str) -> None:

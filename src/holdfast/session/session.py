@@ -330,6 +330,13 @@ class Session(Repeating):
         finally:
             self._collecting = None
 
+    @property
+    def place_in_data(self) -> Mapping[str, int] | None:
+        """Where the job is in the data of its open loop; None: not known."""
+        self._asked()
+        at: Mapping[str, int] | None = self._loops.place.get("at")
+        return at
+
     def _leaves(self) -> bool:
         return self._behind.exit_agreed
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
 from holdfast.adapters.base import Aborted, Feed, Hooks
 from holdfast.adapters.meshed import Meshed
+from holdfast.adapters.mindspore.data import DataFeed
 from holdfast.adapters.mindspore.gate import Gate, Relay
 from holdfast.adapters.mindspore.mean import mean_of_gradients
 from holdfast.adapters.mindspore.reduction import Reduction
@@ -96,6 +96,10 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         """Put the gate in front of the optimizer. The graph must not have been compiled before."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
+        if (
+            self._broadcasts()
+        ):  # done by begin_equal(); MindSpore has no broadcast without a parallel mode or on CPU
+            ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
 
     def detach(self) -> None:
@@ -187,11 +191,13 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
-        """Batches come from ``Model.train``; the position follows from the step."""
-        raise UsageError(
-            "a MindSpore session takes no loader",
-            hint="holdfast.mindspore.train(model, epochs, dataset, ...)",
-        )
+        """Batches of a MindSpore pipeline. Raises: UsageError, UnsupportedError."""
+        return DataFeed(loader, self._seed, self.world_size, self._drawing)
+
+    def _drawing(self, busy: bool) -> None:
+        """An epoch is drawn again up to its place: no progress meanwhile, and no hang."""
+        if self._hooks is not None:
+            self._hooks.compiling(busy)
 
     # ------------------------------------------------------------------ step
 

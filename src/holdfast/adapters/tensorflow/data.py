@@ -33,6 +33,7 @@ class DatasetFeed:
         self.epoch = 0
         self.last_in_epoch = False
         self.repeatable = False
+        self.rewinds = True
         self._source = source
         self._distribute = distribute
         self._batch = 0
