@@ -50,7 +50,7 @@ from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
 from holdfast.session.section import Sections
 from holdfast.session.settings import Settings
-from holdfast.session.signals import ExitWatch
+from holdfast.session.signals import ExitWatch, known_of
 from holdfast.session.step import Blocks, Step
 from holdfast.session.turns import Turns
 from holdfast.session.verify import Verifier
@@ -272,7 +272,8 @@ class Session(Repeating):
         self._watch = ExitWatch(
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
         )
-        self._watch.start()
+        local = None if self._resumed is None else self._resumed.local
+        self._watch.start(known_of(local, self.root, self._adapter.rank), self._say)
         with self._reading(self._step):
             self._tier.start(self._step)
         with rank.changed:
@@ -491,7 +492,8 @@ class Session(Repeating):
         return {**collected.values, "session": session}
 
     def _locals(self) -> dict[str, object]:
-        return dict(self._loops.local)
+        answered = {} if self._watch is None else self._watch.record(leaves=self._behind.exit_agreed)
+        return {**self._loops.local, **answered}
 
     # ------------------------------------------------------------------ close
 
