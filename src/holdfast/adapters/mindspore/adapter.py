@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
+from mindspore import nn
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
@@ -72,6 +73,10 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         graph = ms.get_context("mode") == ms.GRAPH_MODE
         self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
+        if self.rank == 0 and any(isinstance(each, nn.Dropout) for _, each in cell.cells_and_names()):
+            log.warning(
+                "holdfast: nn.Dropout keeps its random numbers to itself: a process that begins again draws other ones"
+            )
         if self.world_size > 1:
             _check_slices(cell, slices, native=self._native)
         self._reduction = Reduction(
