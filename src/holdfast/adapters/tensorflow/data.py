@@ -27,7 +27,8 @@ class DatasetFeed:
     Args:
         source: batches of the whole job.
         distribute: makes the batches of this worker out of a dataset.
-        on_new: called when a batch has shapes that were not seen before: functions will be traced anew.
+        on_new: called when an iterator is made, and when a batch has shapes that were not seen before: functions will
+            be traced again.
     """
 
     def __init__(self, source: Source, distribute: Callable[[Any], Any], on_new: Callable[[], None]) -> None:
@@ -68,6 +69,7 @@ class DatasetFeed:
         """The next batch. Raises: StopIteration, EmptyLoaderError."""
         while epochs is None or self.epoch < epochs:
             if self._iterator is None:
+                self._on_new()  # it is built, and drawn up to the place: slow, and no hang
                 self._iterator = iter(self._distribute(dataset_of(self._source, self.epoch)))
                 # Not skip(): a strategy splits batches over the workers, and would count its own smaller ones.
                 for _ in range(self._batch):
