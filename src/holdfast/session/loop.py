@@ -215,9 +215,7 @@ class Loops:
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        if (
-            feed is not None and feed.rewinds and self._tier.on
-        ):  # code that draws its own batches cannot be told to go back
+        if feed is not None and feed.rewinds and self._tier.on:  # code that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
