@@ -10,7 +10,7 @@ goes on at the next step with nothing edited. See docs/mindspore.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from mindspore import nn
 
 from holdfast.adapters.base import Adapter
 from holdfast.adapters.mindspore.adapter import MindSporeAdapter, place
+from holdfast.adapters.mindspore.data import Counted, DataFeed
 from holdfast.adapters.mindspore.files import export_checkpoint, import_checkpoint
 from holdfast.adapters.mindspore.gate import Relay
 from holdfast.adapters.mindspore.state import Slice
@@ -89,7 +90,7 @@ def session(
     grace_s: float | None = None,
     slices: Mapping[str, Slice] | None = None,
 ) -> Session:
-    """A session for a loop of your own: ``for step in s.steps(until=N): with step: cell(x, y)``.
+    """A session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: cell(*batch)``.
 
     Args:
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
@@ -125,6 +126,19 @@ def session(
     return made
 
 
+class _Batches:
+    """The iterator of ``Model.train``: it ends with each epoch, and goes on with the next one."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
+
+
 class Callback(ms.train.Callback):  # type: ignore[misc]
     """Protects a ``Model.train``. ``model.train(5, dataset, callbacks=[c], initial_epoch=c.resume(dataset))``.
 
@@ -153,7 +167,8 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._steps: Iterator[Step] | None = None
         self._given: Step | None = None  # and not begun
         self._step: Step | None = None
-        self._placed = False
+        self._dataset: Any = None
+        self._within = self._ended = False  # the training begins within an epoch; its last batch was given
 
     @property
     def step(self) -> int:
@@ -166,19 +181,38 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         Raises:
             UsageError: called twice.
             As ``holdfast.session``.
+            CheckpointMismatch: with this number of ranks no batch begins where the job is in its data.
         """
         if self._steps is not None:
             raise UsageError(
                 "resume() was called before on this callback", hint="one Callback per Model.train"
             )
         self._session.__enter__()
-        self._steps = steps_of_framework(self._session)
-        self._placed = True
-        dataset.set_init_step(self.step)
-        return int(self.step // dataset.get_dataset_size())
+        loader = Counted(dataset, self.step)
+        feed = DataFeed(loader, 0, place()[1], lambda busy: None)
+        if (at := self._session.place_in_data) is not None:
+            feed.seek(at)
+        begin = feed.place()
+        self._within = begin["batch"] > 0
+        self._steps = steps_of_framework(self._session, loader)
+        self._dataset = dataset
+        # A function and no method: MindSpore copies the pipeline with all that its attributes hold.
+        dataset.create_tuple_iterator = lambda *_, **__: _Batches(self._next_batch)
+        return begin["epoch"]
+
+    def _next_batch(self) -> Any:
+        """The batch of the next step. Raises: StopIteration: at the end of an epoch; the next call begins another."""
+        assert self._steps is not None
+        if self._ended:
+            self._ended = False
+            raise StopIteration
+        self._given = self._given or next(self._steps)
+        self._ended = self._given.last_in_epoch
+        return self._given.batch
 
     def close(self) -> None:
         """End the session of a training that has nothing left to do."""
+        self._release()
         self._session.__exit__(None, None, None)
 
     # MindSpore calls these
@@ -193,11 +227,17 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         if step is not None and error is not None:
             step.__exit__(kind, error, trace)
         if self._steps is not None:
+            self._release()
             self._session.__exit__(kind, error, trace)
+
+    def _release(self) -> None:
+        """The dataset gives its batches itself again."""
+        if self._dataset is not None:
+            self._dataset.__dict__.pop("create_tuple_iterator", None)
 
     def on_train_begin(self, run_context: Any) -> None:
         """Tell the other callbacks which step this is. Raises: UsageError when ``resume`` was not called."""
-        if not self._placed:
+        if self._steps is None:
             raise UsageError(
                 "this training would begin at its first batch whatever the checkpoint says",
                 hint="model.train(..., initial_epoch=callback.resume(dataset)), or holdfast.mindspore.train(...)",
@@ -207,13 +247,19 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """What callbacks do here is before the block of the epoch's first step; later in an epoch it was done."""
         assert self._steps is not None
-        if self.step % run_context.original_args().batch_num == 0:
+        if not self._within:
             self._given = next(self._steps)
+        self._within = False
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Open the step."""
-        assert self._steps is not None
-        step, self._given = self._given or next(self._steps), None
+        """Open the step. Raises: UsageError: its batch is of another dataset."""
+        step, self._given = self._given, None
+        if step is None:
+            raise UsageError(
+                "the training takes its batches from another dataset than resume() was given",
+                hint="model.train(epochs, dataset, callbacks=[callback], initial_epoch=callback.resume(dataset), "
+                "dataset_sink_mode=False)",
+            )
         step.__enter__()
         self._step = step
 

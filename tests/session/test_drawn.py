@@ -126,6 +126,7 @@ class Places:
     """A feed of numbers."""
 
     repeatable = True
+    rewinds = True
     epoch = 0
     last_in_epoch = False
 

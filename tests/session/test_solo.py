@@ -469,13 +469,6 @@ def test_signal_leaves_with_a_checkpoint(
     assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
 
 
-def test_exit_file_counts_once_per_version(tmp_path: Path) -> None:
-    path = tmp_path / "graceful_exit.json"
-    path.write_text(json.dumps({"GracefulExit": 1}))
-    assert len(Job().train(20, exit_file=path)) == 20  # left over from an earlier run
-    leaving(Job(), tmp_path, lambda: path.write_text(json.dumps({"GracefulExit": 1}) + "\n"), exit_file=path)
-
-
 def test_own_state_travels(tmp_path: Path) -> None:
     def run(until: int) -> dict[str, Any]:
         job = Job()

@@ -89,6 +89,7 @@ class Feed(Protocol):
     epoch: int
     last_in_epoch: bool
     repeatable: bool  # a batch that is drawn in vain changes nothing: the next one is drawn from any place all the same
+    rewinds: bool  # the loop that draws from it can be told to go back to an earlier place
 
     def place(self) -> Mapping[str, int]:
         """The position after the last batch drawn."""
@@ -270,6 +271,19 @@ class ComparesCopies(Protocol):
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state, in this order."""
+
+
+@runtime_checkable
+class BeginsEqual(Protocol):
+    """What an adapter may also be: one that compares what the ranks of a fresh job begin with."""
+
+    def begin_equal(self) -> None:
+        """The copies of the state are the same on all ranks from here on.
+
+        Raises:
+            StateError: they are not; by name.
+            PeerLost: a rank is gone.
+        """
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -246,8 +246,13 @@ class Mesh:
 
     # ------------------------------------------------------------------ collectives
 
-    def sum(self, vector: Vector) -> Vector:
+    def sum(self, vector: Vector, among: Sequence[int] | None = None) -> Vector:
         """The sum over all ranks, added in rank order; shape [n], same type.
+
+        Args:
+            vector: of this rank, shape [n].
+            among: sum over these ranks only, in ascending order, this one among them. Every rank of the group calls at
+                the same time, each with its own part of a partition of the ranks.
 
         Raises:
             PeerLost: a rank is gone, or the group is poisoned.
@@ -259,40 +264,38 @@ class Mesh:
         self.on_collective(self._number, "sum")
         if self.poisoned:
             self._fail(self.reason, PeerLost)
-        if self.world_size == 1:
+        members = tuple(range(self.world_size)) if among is None else tuple(among)
+        if members == (self.rank,):
             return mine.copy()
         if mine.nbytes <= SHORT_SIZE_BYTES:
-            parts = {rank: np.empty_like(mine) for rank in self._peers}
-            self._exchange(dict.fromkeys(self._peers, mine), parts)
-            return self._added({**parts, self.rank: mine})
-        return self._sum_long(mine)
+            peers = [rank for rank in members if rank != self.rank]
+            parts = {rank: np.empty_like(mine) for rank in peers}
+            self._exchange(dict.fromkeys(peers, mine), parts)
+            return _added({**parts, self.rank: mine})
+        return self._sum_long(mine, members)
 
-    def _sum_long(self, mine: Vector) -> Vector:
-        """Everybody adds one part, then fetches the others."""
-        edges = [len(mine) * rank // self.world_size for rank in range(self.world_size + 1)]
-        slices = [slice(edges[rank], edges[rank + 1]) for rank in range(self.world_size)]
+    def _sum_long(self, mine: Vector, members: Sequence[int]) -> Vector:
+        """Each rank adds one part, then fetches the others."""
+        peers = [rank for rank in members if rank != self.rank]
+        edges = [len(mine) * index // len(members) for index in range(len(members) + 1)]
+        slices = {rank: slice(edges[index], edges[index + 1]) for index, rank in enumerate(members)}
         own = mine[slices[self.rank]]
-        parts = {rank: np.empty_like(own) for rank in self._peers}
-        self._exchange({rank: mine[slices[rank]] for rank in self._peers}, parts)
+        parts = {rank: np.empty_like(own) for rank in peers}
+        self._exchange({rank: mine[slices[rank]] for rank in peers}, parts)
         total = np.empty_like(mine)
-        total[slices[self.rank]] = self._added({**parts, self.rank: own})
+        total[slices[self.rank]] = _added({**parts, self.rank: own})
         self._exchange(
-            dict.fromkeys(self._peers, total[slices[self.rank]]),
-            {rank: total[slices[rank]] for rank in self._peers},
+            dict.fromkeys(peers, total[slices[self.rank]]),
+            {rank: total[slices[rank]] for rank in peers},
         )
         return total
 
-    def _added(self, parts: dict[int, Vector]) -> Vector:
-        total = parts[0].copy()
-        for rank in range(1, self.world_size):
-            total += parts[rank]
-        return total
-
     def _exchange(self, outgoing: dict[int, Vector], incoming: dict[int, Vector]) -> None:
-        """Send and receive one vector per peer, all at the same time."""
+        """Send and receive one vector per peer of ``outgoing``, all at the same time."""
         flows = {
             peer.sock.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
             for rank, peer in self._peers.items()
+            if rank in outgoing
         }
         poller = select.poll()
         for fd, flow in flows.items():
@@ -507,6 +510,15 @@ def _read(sock: socket.socket, size_bytes: int) -> bytes:
             raise ConnectionResetError("closed during the handshake")
         data += piece
     return data
+
+
+def _added(parts: Mapping[int, Vector]) -> Vector:
+    """The sum of the vectors, in the order of the ranks."""
+    first, *others = sorted(parts)
+    total = parts[first].copy()
+    for rank in others:
+        total += parts[rank]
+    return total
 
 
 def _bytes(vector: Vector) -> memoryview:

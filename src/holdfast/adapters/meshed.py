@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdfast.adapters.base import Hooks
+from holdfast.adapters.base import Collected, Hooks
 from holdfast.adapters.mesh import Mesh, host_of
+from holdfast.adapters.numpy import digest_of
+from holdfast.adapters.replicas import Held, broadcast, differences, refuse
 from holdfast.core.ids import NO_GENERATION
 from holdfast.runtime.client import Client
+from holdfast.store.copies import Extent
+from holdfast.wording import plural
+
+log = logging.getLogger("holdfast")
 
 SEED_PRIME = 1_000_003
 BETWEEN = 1 << 40
@@ -23,6 +31,18 @@ class State(Protocol):
 
     def take_before(self, step: int) -> None:
         """Copy what the script may change before it enters the block of ``step``."""
+
+    def collect(self, *, frozen: bool) -> Collected:
+        """The state now, or at the start of the open step."""
+
+    def trains(self, fqn: str) -> bool:
+        """Updates alone change this tensor: a weight, or state of the optimizer."""
+
+    def owns(self, fqn: str) -> bool:
+        """The tensor is the framework's, and not the user's own."""
+
+    def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Set tensors of this rank from their bytes."""
 
 
 Kept = TypeVar("Kept", bound=State)
@@ -37,6 +57,7 @@ class Meshed(Generic[Kept]):
     """
 
     scaled = False
+    trains_alone = False  # the gate, or the strategy, adds up in every block
     state: Kept
 
     def __init__(self, rank: int, world_size: int, seed: int) -> None:
@@ -112,6 +133,52 @@ class Meshed(Generic[Kept]):
     def vote(self, vector: list[int]) -> list[int]:
         """Sum over all ranks. Raises: PeerLost."""
         return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
+
+    # ------------------------------------------------------------------ copies
+
+    def begin_equal(self) -> None:
+        """Before the first step of a fresh job: the copies of the state are the same on all ranks.
+
+        Raises:
+            StateError: they are not, and the script does not ask for a broadcast; by name.
+            PeerLost: a rank is gone.
+        """
+        if self.world_size == 1:
+            return
+        collected = self.state.collect(frozen=False)
+        tensors = collected.layout(self.rank, self.world_size).tensors
+        held = [
+            Held(meta, collected.view(meta.fqn, meta.box)) for meta in tensors if self.state.owns(meta.fqn)
+        ]
+        found = differences(self.mesh.sum, self.rank, self.world_size, held)
+        if not found:
+            return
+        if not self._broadcasts():
+            refuse(held, found, self._remedy())
+        self.state.put_bytes(broadcast(self.mesh.sum, self.rank, held, found))
+        if self.rank == 0:
+            said = plural(len(found), "parameter")
+            log.info("holdfast: %s began different: all ranks begin with the lowest rank's", said)
+
+    def _broadcasts(self) -> bool:
+        """The script asks that all ranks begin with the same values."""
+        return False
+
+    def _remedy(self) -> str:
+        """What makes ranks begin with the same values."""
+        return "give all ranks the same seed before they make the model"
+
+    def compares(self, fqn: str) -> bool:
+        """Weights and state of the optimizer (``adapters.base.ComparesCopies``)."""
+        return self.state.trains(fqn)
+
+    def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
+        """64-bit digest of parts of the state (``adapters.base.ComparesCopies``)."""
+        return digest_of(self._of_vote() or collected, parts)
+
+    def _of_vote(self) -> Collected | None:
+        """The state that the vote under way is about; None: no vote is."""
+        return None
 
     def poison(self, reason: str) -> None:
         """Break all sums under way. A hang in the framework's own collectives ends with the process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
+from holdfast.store.copies import Extent
 from holdfast.store.layout import Box, RankLayout, Shape, TensorMeta
 from holdfast.store.reader import Target
 from holdfast.store.writer import TensorSource
@@ -98,6 +99,14 @@ def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]
 def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
     """One per box: for frameworks that do not count what is written (``adapters.base.CountsWrites``)."""
     return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
+
+
+def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
+    """xxh3-64 of these parts, in order (``adapters.base.ComparesCopies``)."""
+    total = xxhash.xxh3_64()
+    for part in parts:
+        total.update(source.view(part.fqn, part.box)[part.start : part.stop])
+    return total.intdigest()
 
 
 def _bytes(array: Array) -> memoryview:

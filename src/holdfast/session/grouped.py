@@ -43,7 +43,7 @@ class Grouped:
     def __init__(self, feed: Feed, batches: int) -> None:
         self._feed = feed
         self._batches = batches
-        self.repeatable = feed.repeatable
+        self.repeatable, self.rewinds = feed.repeatable, feed.rewinds
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:

@@ -42,12 +42,16 @@ from holdfast.session.grouped import Grouped, grouped
 from holdfast.session.memory import Tier
 from holdfast.session.rank import Rank
 from holdfast.session.script import leaves
+from holdfast.session.signals import RECORD
 from holdfast.session.step import Step
 from holdfast.session.walk import IDIOM, Walk
 from holdfast.store.values import encode_values
 from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
+
+NOT_OF_LOOPS = ("begun", "drawn", RECORD)
+"""Values of one rank that are not carried from the step at which a process begins."""
 
 
 class Loops:
@@ -131,7 +135,7 @@ class Loops:
             # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
-        self.local = {key: value for key, value in local.items() if key not in ("begun", "drawn")}
+        self.local = {key: value for key, value in local.items() if key not in NOT_OF_LOOPS}
         same = world == self._adapter.world_size and self._parts == self._parts_then
         self._proof.stand_at(local.get("drawn") if same else None)
         self.own = copy.deepcopy(self.local.get("own"))
@@ -211,7 +215,7 @@ class Loops:
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        if feed is not None and self._tier.on:  # code that draws its own batches cannot be told to go back
+        if feed is not None and feed.rewinds and self._tier.on:  # code that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._rank.rewind = self._rank.step
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, Collected, HasGroups, StandsIn, TakesParts
+from holdfast.adapters.base import Adapter, BeginsEqual, Collected, HasGroups, StandsIn, TakesParts
 from holdfast.adapters.values import Plain
 from holdfast.core.messages import Leave, SessionOpened
 from holdfast.core.page import Flag, Phase
@@ -51,7 +51,7 @@ from holdfast.session.run import run_of
 from holdfast.session.saving import Saver
 from holdfast.session.section import Sections
 from holdfast.session.settings import Settings
-from holdfast.session.signals import ExitWatch
+from holdfast.session.signals import ExitWatch, known_of
 from holdfast.session.step import Blocks, Step
 from holdfast.session.turns import Turns
 from holdfast.session.verify import Verifier
@@ -193,6 +193,8 @@ class Session(Repeating):
                 why = "as asked" if self._settings.resume == "never" else f"no checkpoint in {self.root}"
                 self._say(f"holdfast: starting fresh, {why}")
             self._step = 0
+            if isinstance(self._adapter, BeginsEqual):
+                self._adapter.begin_equal()
             return
         found = self._resumed
         self._stand_at(found)
@@ -265,7 +267,8 @@ class Session(Repeating):
         self._watch = ExitWatch(
             rank.ask_exit, self._settings.exit_file, self._settings.grace_s, self._out_of_grace
         )
-        self._watch.start()
+        local = None if self._resumed is None else self._resumed.local
+        self._watch.start(known_of(local, self.root, self._adapter.rank), self._say)
         with self._reading(self._step):
             self._tier.start(self._step)
         with rank.changed:
@@ -322,6 +325,13 @@ class Session(Repeating):
             yield
         finally:
             self._collecting = None
+
+    @property
+    def place_in_data(self) -> Mapping[str, int] | None:
+        """Where the job is in the data of its open loop; None: not known."""
+        self._asked()
+        at: Mapping[str, int] | None = self._loops.place.get("at")
+        return at
 
     def _leaves(self) -> bool:
         return self._behind.exit_agreed
@@ -477,7 +487,8 @@ class Session(Repeating):
         return {**collected.values, "session": session}
 
     def _locals(self) -> dict[str, object]:
-        return dict(self._loops.local)
+        answered = {} if self._watch is None else self._watch.record(leaves=self._behind.exit_agreed)
+        return {**self._loops.local, **answered}
 
     # ------------------------------------------------------------------ close
 

@@ -9,9 +9,11 @@ A forked process (a data loader's, a pool's) inherits handlers and descriptor. A
 (``Process.terminate()``) asks nobody, and ends it. Where its parent is asked at the same time (schedulers signal every
 process) it stays, because the step under way may need it.
 
-The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, size, content) counts once, and a
-version that was there before the session began does not count: a file left over must not stop the next run. One that
-is there but cannot be read is warned of, once.
+The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, content) counts once: every
+checkpoint says which version has been answered last, so a file that is left over does not stop the next run, and one
+that is there from the start of a job is answered at its first step. A process that comes into a running job leaves what
+was there before to the others. A request that is ignored is said in one line; a file that cannot be read is warned of,
+once.
 """
 
 from __future__ import annotations
@@ -25,20 +27,40 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import xxhash
+
+from holdfast.adapters.values import Plain
+from holdfast.errors import StoreError
 from holdfast.store.given import read_given
+from holdfast.store.place import Place
+from holdfast.store.reader import load_locals
+from holdfast.store.root import Root
 
 log = logging.getLogger("holdfast")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
+RECORD = "exit_file"
+"""Key of the answered version among the values of one rank."""
 FILE_INTERVAL_S = 0.5
 CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
 FILE_SIZE_BYTES_MAX = 64 * 1024
+
+
+class Version(NamedTuple):
+    """One content of the exit file."""
+
+    time_ns: int
+    content: bytes
+
+    def record(self) -> list[int | str]:
+        """What a checkpoint says of it."""
+        return [self.time_ns, xxhash.xxh3_128_hexdigest(self.content)]
 
 
 class ExitWatch:
@@ -68,7 +90,8 @@ class ExitWatch:
         self._leaving = mmap.mmap(-1, 1)  # shared with forked processes: has a signal asked the parent
         self._forked = False
         self._deadline_s: float | None = None
-        self._seen: tuple[int, int, bytes] | None = None
+        self._seen: Version | None = None
+        self._answered: Plain = None  # of the version that was answered last
         self._unreadable = False
         self._before: dict[signal.Signals, Any] = {}
         self._before_fd = -1
@@ -77,9 +100,27 @@ class ExitWatch:
         self._ending = False
         self._quit_read, self._quit_write = -1, -1
 
-    def start(self) -> None:
-        """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread."""
-        self._seen = self._version()
+    def start(self, known: Mapping[str, Plain] | None = None, say: Callable[[str], None] = log.info) -> None:
+        """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread.
+
+        Args:
+            known: what was said by :meth:`record` where this process begins; empty: not known; None: nothing was
+                answered yet.
+            say: prints the line about a request that is ignored.
+        """
+        self._answered = None if known is None else known.get(RECORD)
+        found = self._version()
+        ignored = known is not None and (
+            RECORD not in known or found is None or found.record() == self._answered
+        )
+        if ignored and found is not None and self._asks(found):
+            self._seen = found
+            say(
+                f"holdfast: the exit file {self._file} was there before and has been answered: it is ignored; "
+                "write it again to leave"
+            )
+        else:
+            self._look()
         self._quit_read, self._quit_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,28 +199,40 @@ class ExitWatch:
             self._deadline_s = time.monotonic() + self._grace_s
         self._ask(source)
 
+    def record(self, *, leaves: bool) -> dict[str, Plain]:
+        """For a checkpoint: which version of the exit file has been answered last.
+
+        Args:
+            leaves: all ranks have agreed to leave, which answers what the file asks for.
+        """
+        found = self._version() if leaves else None
+        if found is not None and self._asks(found):
+            self._answered = found.record()
+        return {RECORD: self._answered}
+
     def _look(self) -> None:
         version = self._version()
         if version == self._seen:
             return
         self._seen = version
-        if version is None:
-            return
-        try:
-            asked = json.loads(version[2])
-        except (ValueError, RecursionError):
-            log.warning('holdfast: the exit file %s is not JSON; expected {"GracefulExit": 1}', self._file)
-            return
-        if isinstance(asked, dict) and asked.get("GracefulExit") == 1:
+        if version is not None and self._asks(version):
             self._asked(f"file {self._file}")
 
-    def _version(self) -> tuple[int, int, bytes] | None:
-        """Time, size and content of the exit file; None when there is none that can be read."""
+    def _asks(self, version: Version) -> bool:
+        """It asks to leave; a warning where it is not JSON."""
+        try:
+            asked = json.loads(version.content)
+        except (ValueError, RecursionError):
+            log.warning('holdfast: the exit file %s is not JSON; expected {"GracefulExit": 1}', self._file)
+            return False
+        return isinstance(asked, dict) and asked.get("GracefulExit") == 1
+
+    def _version(self) -> Version | None:
+        """The exit file as it is; None when there is none that can be read."""
         if self._file is None:
             return None
         try:
-            info = self._file.stat()
-            return info.st_mtime_ns, info.st_size, read_given(self._file, FILE_SIZE_BYTES_MAX)
+            return Version(self._file.stat().st_mtime_ns, read_given(self._file, FILE_SIZE_BYTES_MAX))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -187,6 +240,24 @@ class ExitWatch:
                 log.warning("holdfast: cannot read the exit file, it asks for nothing: %s", error)
             self._unreadable = True
             return None
+
+
+def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
+    """What :meth:`ExitWatch.start` is told.
+
+    Args:
+        local: what this rank has loaded; None: the job begins.
+        root: of the session: the newest checkpoint there may be one of a job before, which has answered.
+        rank: of this process.
+    """
+    if local is not None or root is None:
+        return local
+    try:
+        names = Root(root).names()
+        found = load_locals(root / names[0], rank) if names else {}
+    except StoreError:
+        return None  # nothing that a job could have left in order
+    return {RECORD: found[RECORD]} if RECORD in found else None  # type: ignore[dict-item]
 
 
 def _afterwards(number: signal.Signals, before: Any) -> Any:

@@ -34,10 +34,34 @@ def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
         enter(cell())
 
 
-def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_was_never_tried_is_named_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(adapter, "DEVICES", ("Abacus",))
-    with pytest.raises(UnsupportedError, match="MindSpore on CPU is not supported; supported is Abacus"):
-        enter(cell())
+    enter(cell())
+    assert "MindSpore on CPU is untried: tests ran on Abacus only" in caplog.text
+
+
+def test_a_slice_of_no_parameter() -> None:
+    with pytest.raises(StateError, match="slices= names 'wieght', which is no parameter"):
+        enter(cell(), slices={"wieght": Slice((1, 4), (0, 0))})
+
+
+def test_data_that_is_no_pipeline() -> None:
+    with pytest.raises(UsageError, match=r"the loader is a list, not a mindspore\.dataset\.Dataset"):
+        with holdfast.mindspore.session(cell()) as s:
+            for _ in s.steps([1, 2], until=1):
+                pass
+
+
+def test_autotune_under_random_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ms.dataset.config, "get_enable_autotune", lambda: True)
+    data = ms.dataset.NumpySlicesDataset(np.zeros((4, 8, 8, 3), np.uint8), ["image"])
+    data = data.map(ms.dataset.vision.RandomHorizontalFlip(), "image").batch(2)
+    with pytest.raises(UnsupportedError, match="autotune changes how many workers RandomHorizontalFlip has"):
+        with holdfast.mindspore.session(cell()) as s:
+            for _ in s.steps(data, until=1):
+                pass
 
 
 def test_parallel_mode() -> None:

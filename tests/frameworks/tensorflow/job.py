@@ -1,6 +1,7 @@
 """A small TensorFlow training with shuffling and BatchNorm: the digest of its variables is its result.
 
 ``python job.py loop|fit``: a custom loop with Keras 3, or ``fit`` (needs TF_USE_LEGACY_KERAS=1).
+``JOB_DIFFER`` (RANK@STEP): after this step of the loop one worker holds another weight.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import holdfast.tensorflow
+from holdfast.adapters.tensorflow.state import _components, assign
 
 EPOCH_STEPS = 8
 EPOCHS = 4
@@ -61,6 +63,9 @@ def loop(strategy: Any, model: Any, options: dict[str, Any]) -> None:
                 train_step(batch)
             if step.committed:
                 say(s.step)
+                if os.environ.get("JOB_DIFFER") == f"{os.environ['RANK']}@{s.step}":
+                    weight = model.trainable_variables[0]
+                    assign(weight, np.asarray(_components(weight)[0].numpy()) + np.float32(1))
 
 
 class Watch(tf.keras.callbacks.Callback):  # type: ignore[misc]

@@ -74,6 +74,14 @@ def test_graceful_exit_and_on(tmp_path: Path, api: str) -> None:
         assert "step 11\n" not in run.logs()
 
 
+def test_a_worker_whose_weights_differ_is_found(tmp_path: Path) -> None:
+    """At the same step in each attempt: the run ends, and no checkpoint holds one of the two."""
+    with Launched(tmp_path, *RUN, "--verify-every", "2", JOB, "loop", env={"JOB_DIFFER": "1@3"}) as run:
+        assert run.wait() == 1, run.output
+        assert "holds a wrong copy of the state" in run.output
+        assert not run.events("sealed")
+
+
 def test_a_strategy_that_is_not_supported_is_named(tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text(

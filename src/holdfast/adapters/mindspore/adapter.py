@@ -7,19 +7,23 @@ group is never used again after a fault, because it then returns wrong sums sile
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-import numpy as np
+from mindspore import nn
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from numpy.typing import NDArray
 
 from holdfast.adapters.base import Aborted, Feed, Hooks
 from holdfast.adapters.meshed import Meshed
+from holdfast.adapters.mindspore.data import DataFeed
 from holdfast.adapters.mindspore.gate import Gate, Relay
+from holdfast.adapters.mindspore.mean import mean_of_gradients
+from holdfast.adapters.mindspore.reduction import Reduction
 from holdfast.adapters.mindspore.state import Collected, MindSporeState, Restore, Slice, assign
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
@@ -27,6 +31,8 @@ from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, U
 from holdfast.runtime.client import Client
 from holdfast.runtime.seats import place_here
 from holdfast.store.layout import Catalogue
+
+log = logging.getLogger("holdfast")
 
 VERSIONS = ("2.10.",)
 DEVICES = ("CPU",)
@@ -68,9 +74,23 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         graph = ms.get_context("mode") == ms.GRAPH_MODE
         self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
         self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
+        if self.rank == 0 and any(isinstance(each, nn.Dropout) for _, each in cell.cells_and_names()):
+            log.warning(
+                "holdfast: nn.Dropout keeps its random numbers to itself: a process that begins again draws other ones"
+            )
+        if self.world_size > 1:
+            _check_slices(cell, slices, native=self._native)
+        self._reduction = Reduction(
+            self.rank,
+            self.world_size,
+            [self.state.metas[fqn] for fqn in self.state.trained],
+            mean=mean_of_gradients(native=self._native),
+            native=self._native,
+        )
         self._alone = False  # a newcomer that has not joined yet
         self._rehearsed = False
         self._passed = False
+        self._voting = False  # the gradients are at the gate
         self._in_gate = False  # the graph runs, and waits for the gate
         self._buffers: NDArray[Any] | None = None
 
@@ -82,6 +102,10 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         """Put the gate in front of the optimizer. The graph must not have been compiled before."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
+        if (
+            self._broadcasts()
+        ):  # done by begin_equal(); MindSpore has no broadcast without a parallel mode or on CPU
+            ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
 
     def detach(self) -> None:
@@ -118,18 +142,25 @@ class MindSporeAdapter(Meshed[MindSporeState]):
                 "a guarded optimizer steps outside of a step",
                 hint="train through holdfast.mindspore: its callback opens the steps",
             )
-        while True:
-            try:
-                total = vector if self._alone else self._summed(vector)
-                self._hooks.update(OPTIMIZER)
-            except (PeerLost, Aborted):
-                self._again()
-            else:
-                break
+        self._voting = True
+        try:
+            total = self._voted(vector, self._hooks)
+        finally:
+            self._voting = False
         self._passed = True
         if self._buffer_numel:
             self._buffers = total[len(total) - self._buffer_numel :].copy()
         return total
+
+    def _voted(self, vector: NDArray[Any], hooks: Hooks) -> NDArray[Any]:
+        while True:
+            try:
+                total = vector if self._alone else self._summed(vector)
+                hooks.update(OPTIMIZER)
+            except (PeerLost, Aborted):
+                self._again()
+            else:
+                return total
 
     def _again(self) -> None:
         """The block begins again here, with its gradients: what it did so far stands."""
@@ -140,27 +171,13 @@ class MindSporeAdapter(Meshed[MindSporeState]):
             self._in_gate = False
 
     def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Mean of the gradients, and rank 0's buffers."""
-        gradients = len(vector) - self._buffer_numel
-        if self.world_size == 1:
-            return vector
-        if self._native:
-            if not self._buffer_numel:
-                return vector
-            mine = vector[gradients:] if self.rank == 0 else np.zeros_like(vector[gradients:])
-            return np.concatenate([vector[:gradients], self._sum(mine)])
-        mine = vector
-        if self._buffer_numel and self.rank != 0:
-            mine = vector.copy()
-            mine[gradients:] = 0
-        total = self._sum(mine)
-        total[:gradients] /= self.world_size
-        return total
+        """The job's gradients, and rank 0's buffers."""
+        return vector if self.world_size == 1 else self._reduction.reduced(vector, self._sum)
 
-    def _sum(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Over all ranks. Raises: PeerLost."""
+    def _sum(self, vector: NDArray[Any], among: Sequence[int] | None) -> NDArray[Any]:
+        """Over these ranks, or all. Raises: PeerLost."""
         since_ns = time.monotonic_ns()
-        total = self.mesh.sum(vector)
+        total = self.mesh.sum(vector, among)
         if self._hooks is not None:
             self._hooks.waited(since_ns, time.monotonic_ns())
         return total
@@ -180,11 +197,13 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
-        """Batches come from ``Model.train``; the position follows from the step."""
-        raise UsageError(
-            "a MindSpore session takes no loader",
-            hint="holdfast.mindspore.train(model, epochs, dataset, ...)",
-        )
+        """Batches of a MindSpore pipeline. Raises: UsageError, UnsupportedError."""
+        return DataFeed(loader, self._seed, self.world_size, self._drawing)
+
+    def _drawing(self, busy: bool) -> None:
+        """An epoch is drawn again up to its place: no progress meanwhile, and no hang."""
+        if self._hooks is not None:
+            self._hooks.compiling(busy)
 
     # ------------------------------------------------------------------ step
 
@@ -239,6 +258,21 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()
 
+    # ------------------------------------------------------------------ copies
+
+    def _of_vote(self) -> Collected | None:
+        """The weights of now, and copies of what the graph may have moved since the step began."""
+        return self.state.collect(frozen=True) if self._voting else None
+
+    def _broadcasts(self) -> bool:
+        return bool(ms.get_auto_parallel_context("parameter_broadcast"))
+
+    def _remedy(self) -> str:
+        return (
+            "mindspore.set_seed(1) before the network is made; or "
+            "mindspore.set_auto_parallel_context(parameter_broadcast=True), then all ranks begin with rank 0's"
+        )
+
     # ------------------------------------------------------------------ groups
 
     def reconfigure(self, generation: Generation) -> None:
@@ -246,6 +280,7 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
         self._alone = False
+        self._reduction.forget()
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
@@ -266,16 +301,36 @@ def check_supported() -> None:
         )
     device = str(ms.get_context("device_target"))
     if device not in DEVICES:
-        raise UnsupportedError(
-            f"MindSpore on {device} is not supported; supported is {', '.join(DEVICES)}",
-            hint='mindspore.set_device("CPU")',
-        )
+        log.warning("holdfast: MindSpore on %s is untried: tests ran on %s only", device, ", ".join(DEVICES))
     mode = parallel_mode()
     if mode not in MODES:
         raise UnsupportedError(
             f"parallel mode {mode} is not supported (nor is it by MindSpore on CPU); supported are {', '.join(MODES)}",
             hint='mindspore.set_auto_parallel_context(parallel_mode="data_parallel"), or none',
         )
+
+
+def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> None:
+    """The gradient of every slice stays with the ranks that hold it.
+
+    Raises:
+        UsageError: a ``layerwise_parallel`` parameter that is not declared; by name.
+        UnsupportedError: a slice that MindSpore's own AllReduce would add to others; by name.
+    """
+    for parameter in cell.get_parameters():
+        name = str(parameter.name)
+        declared = name in slices or any(name.endswith(f".{each}") for each in slices)  # a slot of it
+        if parameter.layerwise_parallel and not declared:
+            raise UsageError(
+                f"parameter {name!r} is layerwise_parallel, and nothing says which part of it this rank holds",
+                hint=f"slices={{{name!r}: holdfast.mindspore.Slice(shape_of_all, offsets_of_this_rank)}}",
+            )
+        if native and name in slices and not parameter.layerwise_parallel:
+            raise UnsupportedError(
+                f"parameter {name!r} is in slices=, and MindSpore's AllReduce would add up gradients of different "
+                "slices",
+                hint="Parameter(..., layerwise_parallel=True), or no parallel mode",
+            )
 
 
 def parallel_mode() -> str:

@@ -128,6 +128,7 @@ class MindSporeState:
     ) -> None:
         self.extras = Extras(extras, Tensors())
         self.buffers: list[Any] = []
+        self.trained = tuple(parameter.name for parameter in optimizer.parameters)
         self._parameters: dict[str, Any] = {}
         self._copied: dict[str, Array] = {}
         self._taken = NOTHING_TAKEN
@@ -145,7 +146,7 @@ class MindSporeState:
                     f"two parameters are called {fqn!r}", hint="give each Parameter a name of its own"
                 )
             self._parameters[fqn] = parameter
-            if not slot and id(parameter) not in trained:
+            if not slot and id(parameter) not in trained and parameter.name not in slices:
                 self.buffers.append(parameter)
             if copy_all or (id(parameter) not in trained and (not slot or parameter.size <= SMALL_NUMEL)):
                 early.append(fqn)
@@ -154,6 +155,11 @@ class MindSporeState:
         self._early = tuple(early)
         self._single = tuple(single)
         self._before = NOTHING_BEFORE
+        if strange := sorted(slices.keys() - {parameter.name for parameter in self._parameters.values()}):
+            raise StateError(
+                f"slices= names {strange[0]!r}, which is no parameter of the training cell",
+                hint="the names are those of cell.parameters_dict()",
+            )
         self.metas = {fqn: self._meta(fqn, slices) for fqn in self._parameters}
 
     def _meta(self, fqn: str, slices: Mapping[str, Slice]) -> TensorMeta:
@@ -183,6 +189,19 @@ class MindSporeState:
     def write(self, fqn: str, array: Array) -> None:
         """Set the parameter, also for a graph that is compiled."""
         assign(self._parameters[fqn], array.reshape(self._parameters[fqn].shape))
+
+    def owns(self, fqn: str) -> bool:
+        """It is a parameter of the training cell."""
+        return fqn in self._parameters
+
+    def trains(self, fqn: str) -> bool:
+        """Updates alone change it: a weight, or state of the optimizer."""
+        return fqn in self.trained or (fqn in self._parameters and fqn.startswith("optimizer."))
+
+    def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Set parameters from their bytes."""
+        for fqn, data in arrays.items():
+            self.write(fqn, data.view(self.read(fqn).dtype))
 
     def placed(self, fqn: str, array: Array) -> Shard:
         """``array`` as the box of this rank."""

@@ -7,6 +7,7 @@ committed step: host copies where the step after it had begun.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from holdfast.adapters.base import Feed
 from holdfast.adapters.meshed import Meshed
 from holdfast.adapters.tensorflow.data import DatasetFeed
-from holdfast.adapters.tensorflow.state import Collected, Restore, TensorFlowState
+from holdfast.adapters.tensorflow.state import Collected, Live, Restore, TensorFlowState
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.core.seat import TF_RANKS
 from holdfast.errors import GroupError, UnsupportedError, UsageError
 from holdfast.runtime.seats import place_here
 from holdfast.store.layout import Catalogue
+
+log = logging.getLogger("holdfast")
 
 VERSION_MIN = (2, 16)
 STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
@@ -58,6 +61,7 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
             optimizer.build(model.trainable_variables)
         self.state = TensorFlowState(model, optimizer, extras)
         self._shared: dict[str, NDArray[Any]] = {}
+        self._voting = False  # the block has ended, and its vote comes
 
     # ------------------------------------------------------------------ hooks
 
@@ -104,6 +108,7 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
 
     def begin(self, step: int) -> None:
         """Seed the generators, copy everything."""
+        self._voting = False
         self.state.take()
         self._reseed(step)
 
@@ -120,6 +125,7 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
         """What each worker keeps for itself becomes rank 0's. Raises: PeerLost."""
         if self._hooks is not None:
             self._hooks.compiling(False)
+        self._voting = True
         self._shared = {}
         for fqn, array in self.state.read(self.state.local).items():
             mine = array.reshape(-1) if self.rank == 0 else np.zeros(array.size, array.dtype)
@@ -127,14 +133,24 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
 
     def end(self) -> None:
         """All workers got through the step: its result counts."""
+        self._voting = False
         if self.rank != 0:
             self.state.write(self._shared)
 
     def release(self) -> None:
-        """Nothing."""
+        """No vote follows."""
+        self._voting = False
+
+    def _of_vote(self) -> Live | None:
+        """The variables after the block; a state that was collected at an earlier step has others."""
+        return self.state.collect_live() if self._voting else None
+
+    def _remedy(self) -> str:
+        return "make model and optimizer in the strategy's scope, and change no variable on one worker alone"
 
     def abort(self) -> None:
         """Put everything back; after a fault that is done for nothing: this process will be replaced."""
+        self._voting = False
         if not self.poisoned:
             self.state.put_back()
 
@@ -182,11 +198,9 @@ def check_supported(strategy: Any, world_size: int) -> None:
             hint="set TF_CONFIG before the strategy is made, or start the script with `holdfast run --framework "
             "tensorflow`",
         )
-    if tf.config.get_visible_devices("GPU") or tf.config.get_visible_devices("TPU"):
-        raise UnsupportedError(
-            "TensorFlow on an accelerator is not supported: this path was never run on one; supported is CPU",
-            hint="tf.config.set_visible_devices([], 'GPU')",
-        )
+    kinds = [kind for kind in ("GPU", "TPU") if tf.config.get_visible_devices(kind)]
+    if kinds:
+        log.warning("holdfast: TensorFlow on %s is untried: tests ran on CPU only", " and ".join(kinds))
 
 
 def place() -> tuple[int, int]:

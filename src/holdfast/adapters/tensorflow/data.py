@@ -1,15 +1,21 @@
-"""Batches of a ``tf.data.Dataset`` with a position that survives."""
+"""Batches of a ``tf.data.Dataset`` with a position that survives.
+
+Theory. A place is an epoch and the batches drawn in it; a process that begins again makes a new iterator and draws up
+to the place. That gives the same batches if the pipeline draws the same from each new iterator. An order or an
+augmentation without a seed does not, nor does a shuffle that TensorFlow changes from iterator to iterator: both are
+refused by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from holdfast.adapters.base import DataIdentity
 from holdfast.adapters.values import Plain
-from holdfast.errors import EmptyLoaderError, UsageError
+from holdfast.errors import EmptyLoaderError, UnsupportedError, UsageError
 
 Source = Any
 """A dataset, or a function epoch -> dataset (for a shuffle that differs from epoch to epoch)."""
@@ -21,7 +27,8 @@ class DatasetFeed:
     Args:
         source: batches of the whole job.
         distribute: makes the batches of this worker out of a dataset.
-        on_new: called when a batch has shapes that were not seen before: functions will be traced anew.
+        on_new: called when an iterator is made, and when a batch has shapes that were not seen before: functions will
+            be traced again.
     """
 
     def __init__(self, source: Source, distribute: Callable[[Any], Any], on_new: Callable[[], None]) -> None:
@@ -33,6 +40,7 @@ class DatasetFeed:
         self.epoch = 0
         self.last_in_epoch = False
         self.repeatable = False
+        self.rewinds = True
         self._source = source
         self._distribute = distribute
         self._batch = 0
@@ -61,6 +69,7 @@ class DatasetFeed:
         """The next batch. Raises: StopIteration, EmptyLoaderError."""
         while epochs is None or self.epoch < epochs:
             if self._iterator is None:
+                self._on_new()  # it is built, and drawn up to the place: slow, and no hang
                 self._iterator = iter(self._distribute(dataset_of(self._source, self.epoch)))
                 # Not skip(): a strategy splits batches over the workers, and would count its own smaller ones.
                 for _ in range(self._batch):
@@ -89,5 +98,53 @@ class DatasetFeed:
 
 
 def dataset_of(source: Source, epoch: int) -> Any:
-    """The dataset of one epoch."""
-    return source if isinstance(source, tf.data.Dataset) else source(epoch)
+    """The dataset of one epoch. Raises: UnsupportedError: each of its iterators draws something else."""
+    fixed = isinstance(source, tf.data.Dataset)
+    dataset = source if fixed else source(epoch)
+    for part in _parts(dataset):
+        _refuse_shuffle(part, fixed=fixed)
+        _refuse_random(part)
+    return dataset
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """A pipeline and what it draws from, as far as TensorFlow shows it."""
+    yield dataset
+    for below in getattr(dataset, "_inputs", tuple)():
+        yield from _parts(below)
+
+
+def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
+    """Raises: UnsupportedError.
+
+    Args:
+        fixed: the same dataset serves all epochs.
+    """
+    if not hasattr(part, "_reshuffle_each_iteration"):
+        return
+    if int(part._seed) == 0 and int(part._seed2) == 0:
+        raise UnsupportedError(
+            "shuffle() without a seed gives another order to a process that begins again: samples would be trained "
+            "twice, others never",
+            hint="a function epoch -> dataset, with shuffle(size, seed=epoch)",
+        )
+    if fixed and part._reshuffle_each_iteration:
+        raise UnsupportedError(
+            "shuffle() of one dataset for all epochs: its order depends on how many epochs this process has begun",
+            hint="a function epoch -> dataset, with shuffle(size, seed=epoch); or reshuffle_each_iteration=False",
+        )
+
+
+def _refuse_random(part: Any) -> None:
+    """Raises: UnsupportedError."""
+    graph = getattr(getattr(getattr(part, "_map_func", None), "function", None), "graph", None)
+    for op in () if graph is None else graph.get_operations():
+        if not (op.op_def.is_stateful and "seed2" in op.node_def.attr):
+            continue
+        seeded = op.node_def.attr["seed"].i or op.node_def.attr["seed2"].i
+        if not seeded or hasattr(part, "_num_parallel_calls"):
+            raise UnsupportedError(
+                f"map() with {op.type}, {'in parallel calls' if seeded else 'without a seed'}: a process that begins "
+                "again draws other numbers",
+                hint="tf.random.stateless_uniform or tf.image.stateless_random_crop, seeded from epoch and sample",
+            )

@@ -58,6 +58,22 @@ class Collected:
         return digests(self, self.layout(0, 1))
 
 
+class Live:
+    """The variables of now: each is copied from the framework when it is asked for."""
+
+    def __init__(self, state: TensorFlowState) -> None:
+        self.values: dict[str, Plain] = {}
+        self._state = state
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one variable. Raises: StateError."""
+        return NumpyState.whole(self._state.read((fqn,))).view(fqn, box)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """Everything, whole."""
+        return NumpyState.whole(self._state.copies).layout(rank, world_size)
+
+
 class Restore:
     """A load under way."""
 
@@ -103,6 +119,12 @@ class TensorFlowState:
         self.copies: dict[str, Array] = {}
         self.take()
         kept = {id(variable) for variable in model.non_trainable_variables}
+        weights = {id(variable) for variable in model.trainable_variables}
+        self._trained = frozenset(
+            fqn
+            for fqn, variable in self._variables.items()
+            if id(variable) in weights or fqn.startswith(OPTIMIZER)
+        )
         self.local = tuple(
             fqn
             for fqn, variable in self._variables.items()
@@ -144,6 +166,23 @@ class TensorFlowState:
         """Set variables on this worker."""
         for fqn, array in arrays.items():
             assign(self._variables[fqn], array)
+
+    def owns(self, fqn: str) -> bool:
+        """It is a variable of model or optimizer that holds numbers, and no random state of a layer."""
+        return fqn in self._variables and self.copies[fqn].dtype.kind == "f"
+
+    def trains(self, fqn: str) -> bool:
+        """Updates alone change it: a weight, or state of the optimizer."""
+        return fqn in self._trained
+
+    def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Set variables on this worker from their bytes."""
+        for fqn, data in arrays.items():
+            self.write({fqn: data.view(self.copies[fqn].dtype).reshape(self.copies[fqn].shape)})
+
+    def collect_live(self) -> Live:
+        """The variables of now, each copied when it is asked for."""
+        return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
         """Prepare a load. Raises: CheckpointMismatch: of another framework."""

@@ -141,6 +141,7 @@ class Feed:
         self.epoch = 0
         self.last_in_epoch = False
         self.repeatable = isinstance(source, MapSource)
+        self.rewinds = True
 
     def become(self, rank: int) -> None:
         """A spare was called: what it drew was nobody's, and loader workers that it has started go on for this rank."""
