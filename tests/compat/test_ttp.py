@@ -96,6 +96,59 @@ def test_the_chapter_s_own_handlers_save_once_for_all_parts(
     assert final(tmp_path) == undisturbed
 
 
+@pytest.mark.parametrize(
+    ("how", "chapter", "wait_s"),
+    [
+        pytest.param("given", True, "0.3", id="the chapter's handlers"),
+        pytest.param("given", False, "0.3", id="handlers of its own, in two parts"),
+        pytest.param("between", True, "0.3", id="killed between the calls"),
+    ],
+)
+def test_a_death_between_the_two_calls_seals_the_step_under_its_own_number(
+    tmp_path: Path,
+    undisturbed: set[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    chapter: bool,
+    wait_s: str,
+) -> None:
+    """The weights are those of step 18 already, the schedule and the arguments still those of 17."""
+    monkeypatch.setenv("BETWEEN_S", wait_s)
+    if chapter:
+        monkeypatch.setenv("CHAPTER", "1")
+    codes, events = run(tmp_path, f"0@17:{how}")
+    assert codes == [-9, 1, 1, 1]
+    assert {e.data["step"] for e in events if e.kind in ("plan", "saved", "end")} == {18}
+    assert next(e for e in events if e.kind == "end").data["saved"]
+    assert run(tmp_path)[0] == [0] * WORLD
+    assert final(tmp_path) == undisturbed
+
+
+def test_ranks_that_never_come_to_the_second_call_are_no_source(
+    tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the dead rank between the calls: their weights are of step 18, their schedule of 17."""
+    monkeypatch.setenv("BETWEEN_S", "ever")
+    monkeypatch.setenv("CHAPTER", "1")
+    codes, events = run(tmp_path, "0@17:given")
+    assert codes == [-9, 1, 1, 1]
+    assert {e.data["why"] for e in events if e.kind == "stands"} == {
+        "ttp_set_ckpt_args was not called since its last update"
+    }
+    assert not list((tmp_path / "ckpts").glob("step-*"))
+    assert run(tmp_path)[0] == [0] * WORLD
+    assert final(tmp_path) == undisturbed
+
+
+def test_arguments_may_be_given_inside_the_update(
+    tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGS_FIRST", "1")
+    codes, events = run(tmp_path, "0@17:kill")
+    assert codes == [-9, 1, 1, 1]
+    assert next(e for e in events if e.kind == "plan").data["step"] == 17
+
+
 def test_a_rank_in_the_middle_of_its_update_is_no_source(tmp_path: Path) -> None:
     codes, events = run(tmp_path, "0@9:torn", world=2)
     assert codes == [1, 1]

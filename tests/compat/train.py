@@ -1,8 +1,14 @@
 """A script as the Megatron chapter writes it: data parallel over gloo, its own save and rename handlers.
 
+The calls have the chapter's order: the update and its two reports lie inside the optimizer's ``step()``, the schedule,
+the count of iterations and ``ttp_set_ckpt_args`` come after it, in the loop.
+
 train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn, term; late: killed once its part of the step is
-given, and the others go on when the dying checkpoint has begun
+given, and the others go on when the dying checkpoint has begun; given: the same, and the others do not wait;
+between: killed after ttp_end_updating_os, before ttp_set_ckpt_args
 With CHAPTER=1: the chapter's own handlers. SAVE_TAKES_S: seconds. ASKED_IN_SAVE=1: SIGTERM to each writer as it writes.
+BETWEEN_S: seconds from ttp_end_updating_os to ttp_set_ckpt_args, where the victim has died ("ever": no end).
+ARGS_FIRST=1: the arguments are given inside the update, before ttp_end_updating_os.
 """
 
 import os
@@ -28,10 +34,10 @@ torch.set_num_threads(1)
 
 
 def save(
-    step: int, plan: list[dict[str, object]], args: tuple[int, torch.nn.Module, torch.optim.Optimizer]
+    step: int, plan: list[dict[str, object]], args: tuple[int, torch.nn.Module, torch.optim.Optimizer, Any]
 ) -> None:
     """Only the ranks of the plan come here."""
-    iteration, model, optimizer = args
+    iteration, model, optimizer, schedule = args
     arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
     moments = {
         f"momentum.{i}": optimizer.state[p]["momentum_buffer"].numpy()
@@ -41,7 +47,8 @@ def save(
     if "ASKED_IN_SAVE" in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(float(os.environ.get("SAVE_TAKES_S", "0")))
-    values: dict[str, Any] = {"step": np.array(iteration), **arrays, **moments}
+    counted = {"step": np.array(iteration), "schedule": np.array(schedule.last_epoch)}
+    values: dict[str, Any] = {**counted, **arrays, **moments}
     np.savez(f"{folder}/step_{step}_tmp/rank_{dist_rank}.npz", **values)
 
 
@@ -49,7 +56,7 @@ def rename(step: int) -> None:
     os.rename(f"{folder}/step_{step}_tmp", f"{folder}/step_{step}")
 
 
-def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> int:
     found = sorted(
         name for name in os.listdir(folder) if name.startswith("step_") and not name.endswith("_tmp")
     )
@@ -60,7 +67,31 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     for i, (name, parameter) in enumerate(model.named_parameters()):
         parameter.data.copy_(torch.from_numpy(data[name]))
         optimizer.state[parameter]["momentum_buffer"] = torch.from_numpy(data[f"momentum.{i}"].copy())
+    while schedule.last_epoch < int(data["schedule"]):
+        schedule.step()
     return int(data["step"])
+
+
+class Reporting:
+    """Megatron's optimizer, around torch's own: the chapter puts its reports into ``step()``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.current_step = 0
+
+    def increase_step(self) -> None:
+        self.current_step += 1
+
+    def step(self, torn: bool, arguments: Any) -> None:
+        ttp.ttp_start_updating_os(-1)
+        if torn:
+            self.optimizer.param_groups[0]["params"][0].data.zero_()
+            raise ValueError("in the middle of the update")
+        self.optimizer.step()
+        self.increase_step()
+        if arguments is not None:
+            ttp.ttp_set_ckpt_args(arguments)
+        ttp.ttp_end_updating_os(self.current_step)
 
 
 def await_plan() -> None:
@@ -69,20 +100,38 @@ def await_plan() -> None:
         time.sleep(0.01)
 
 
-@ttp.ttp_to_persist  # type: ignore[untyped-decorator]
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def between(iteration: int) -> None:
+    """From the one call to the other, at the step at which the victim has died."""
+    if iteration != when or how not in ("between", "given"):
+        return
+    if how == "between" and dist_rank == int(victim):
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait = os.environ.get("BETWEEN_S", "0")
+    if wait == "ever":
+        while True:
+            time.sleep(1)
+    time.sleep(float(wait))
+
+
+def start_ttp(chapter: bool) -> None:
     world = dist.get_world_size()
     if dist_rank == 0:
         ttp.ttp_init_controller(dist_rank, world, world // 2, False)
         ttp.ttp_start_controller("127.0.0.1", port)
     ttp.ttp_init_processor(dist_rank, list(range(world)), world, world, world // 2, False)
     ttp.ttp_start_processor("127.0.0.1", port)
-    chapter = "CHAPTER" in os.environ
     ttp.ttp_register_save_ckpt_handler(mega.ttp_save_checkpoint if chapter else save)
     ttp.ttp_register_rename_handler(mega.rename_save_result if chapter else rename)
-    iteration = mega.load_checkpoint(model, optimizer, None) if chapter else resume(model, optimizer)
-    more = (None,) if chapter else ()
-    ttp.ttp_set_ckpt_args((iteration, model, optimizer, *more))
+
+
+@ttp.ttp_to_persist  # type: ignore[untyped-decorator]
+def train(model: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
+    chapter = "CHAPTER" in os.environ
+    start_ttp(chapter)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    iteration = (mega.load_checkpoint if chapter else resume)(model, inner, schedule)
+    optimizer = Reporting(inner)
+    optimizer.current_step = iteration
     while iteration < steps:
         generator = torch.Generator().manual_seed(iteration * 100 + dist_rank)
         ((model(torch.randn(8, 16, generator=generator)) - 1) ** 2).mean().backward()
@@ -93,17 +142,16 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("the script fell over")
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-        if struck and how == "late":
+        if struck and how in ("late", "given"):
             os.kill(os.getpid(), signal.SIGKILL)
-        ttp.ttp_start_updating_os(-1)
-        if struck and how == "torn":
-            next(iter(model.parameters())).data.zero_()
-            raise ValueError("in the middle of the update")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        following = (iteration + 1, model, inner, schedule)
+        optimizer.step(struck and how == "torn", following if "ARGS_FIRST" in os.environ else None)
+        between(iteration)
+        inner.zero_grad(set_to_none=False)
+        schedule.step()
         iteration += 1
-        ttp.ttp_set_ckpt_args((iteration, model, optimizer, *more))
-        ttp.ttp_end_updating_os(iteration)
+        if "ARGS_FIRST" not in os.environ:
+            ttp.ttp_set_ckpt_args((iteration, model, inner, schedule))
         if how == "late" and iteration == when + 1:
             await_plan()
         time.sleep(0.01)

@@ -1,6 +1,7 @@
 """What a script of this directory does beside its training: it ends where the test says, and tells its results.
 
 ``KILL=RANK:STEP,...``: SIGKILL, once each. ``STOP=STEP``: SIGTERM to rank 0, once. Both at the start of a step.
+``KILL_INSIDE=RANK:STEP,...``: SIGKILL where the script says so by ``beat_inside``, in the middle of an update.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ def beat(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if os.environ.get("STOP") == str(step) and rank == 0 and first(Path("stopped")):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def beat_inside(step: int) -> None:
+    """In the middle of the update of ``step``."""
+    here = f"{dist.get_rank()}:{step}"
+    if here in os.environ.get("KILL_INSIDE", "").split(",") and first(Path(f"killed-inside-{here}")):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end(*modules: nn.Module, **more: Any) -> None:

@@ -19,7 +19,7 @@ REFUSED = {
     "prefetch": r"step 0: .*prefetch.py:\d+ uses the int64 \[4, 8\] that prefetch.py:\d+ made in the run before",
     "tensor_parallel": "step 0 leaves the gradients of its update, to which the next step adds",
 }
-AGAIN = {"sharded_optimizer": r"\d+ steps?"}  # its parts lie with one rank each
+AGAIN = dict.fromkeys(("sharded_optimizer", "zero_redundancy"), r"\d+ steps?")  # one rank holds each part
 NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
 
 
@@ -33,7 +33,7 @@ def run(
 ) -> tuple[str, Mapping[str, str]]:
     """Two workers; output, and what each rank ended with. ``told``: see ``beat.py``."""
     where.mkdir(exist_ok=True)
-    for variable in ("KILL", "STOP"):
+    for variable in ("KILL", "KILL_INSIDE", "STOP"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in told.items():
         monkeypatch.setenv(variable, value)
@@ -64,6 +64,18 @@ def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
     output, resumed = run(tmp_path / "stopped", "adapted", name, monkeypatch, KILL="0:5")
     # The request reaches the vote of the step that it came in, or of the next one.
     assert re.search("resumed at step [45] ", output) and resumed == calm, output
+
+
+def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has updated its part and sends none of it; the other one, whichever it is, waits for it."""
+    _, calm = run(tmp_path / "calm", "adapted", "zero_redundancy", monkeypatch)
+    output, killed = run(
+        tmp_path / "killed", "adapted", "zero_redundancy", monkeypatch, KILL_INSIDE="1:3,0:7"
+    )
+    assert "2 faults" in output and killed == calm, output
+    assert "communicates in step(): each step first copies its weights (0.0 MB)" in output
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

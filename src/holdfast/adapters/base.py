@@ -251,6 +251,17 @@ class TakesParts(Protocol):
 
 
 @runtime_checkable
+class CommunicatesInUpdates(Protocol):
+    """What an adapter may also be: one with optimizers whose update communicates, so that it comes before the vote.
+
+    Attributes:
+        tentative: their names; :meth:`Adapter.record` is called before each of their updates.
+    """
+
+    tentative: frozenset[str]
+
+
+@runtime_checkable
 class Accumulates(Protocol):
     """What an adapter may also be: one that knows a library which accumulates gradients by a count of its own."""
 

@@ -265,7 +265,7 @@ def export(
     return 0
 
 
-@ckpt.command("import", short_help="Take torch.save, DCP or safetensors files.")
+@ckpt.command("import", short_help="Take torch.save, DCP, Megatron or safetensors files.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("root", shell_complete=files)
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
@@ -275,8 +275,8 @@ def export(
 def import_(source: Path, root: str, step: int | None, names: tuple[str, ...], as_json: bool) -> int:
     """Write SOURCE as a checkpoint below ROOT.
 
-    SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, or a directory with model.safetensors or
-    model.safetensors.index.json.
+    SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, a directory with model.safetensors or
+    model.safetensors.index.json, or a directory of Megatron's: iter_N with its mp_rank_XX, or that of the run.
     """
     _needs_torch()
     from holdfast.adapters.torch.imports import import_checkpoint

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from holdfast.compat.dump import Group, Rename, Save, replicas
 from holdfast.compat.line import Message
 from holdfast.compat.processor import Processor, start_controller
+from holdfast.compat.standing import Standing
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.addresses import read_host
 
@@ -65,7 +66,15 @@ class _State:
         self.processor: Processor | None = None
         self.groups: tuple[Group, ...] = ()
         self.handlers: dict[str, _Handler] = {}
-        self.arguments: Any = None
+        self.checked: _Handler | None = None  # the save handler that has seen what it is to save
+        self.standing = Standing(bound=False)
+
+    def start(self, rank: int, world_size: int, bound: bool) -> None:
+        """A processor of this rank; ``bound``: see :class:`Standing`. Arguments that were given before it are kept."""
+        given, self.standing = self.standing.arguments, Standing(bound)
+        if given is not None:
+            self.standing.give(given)
+        self.processor = Processor(rank, world_size, self.call, self.standing)
 
     def need(self) -> Processor:
         """The processor. Raises: UsageError."""
@@ -82,11 +91,11 @@ class _State:
         first: tuple[Any, ...] = ()
         if isinstance(order, Save):
             plan = [{"type": kind, "ranks": list(writers)} for kind, writers in order.plan.items()]
-            first = (order.step, plan, self.arguments)
+            first = (order.step, plan, self.standing.arguments)
         elif isinstance(order, Rename):
             first = (order.step,)
         elif name == "stop":
-            first = (self.arguments,)
+            first = (self.standing.arguments,)
         handler.call(*first, *handler.context)
 
 
@@ -98,6 +107,28 @@ def sharers() -> tuple[int, frozenset[int]]:
     if _state.processor is None or len(_state.groups) != 1:
         return -1, frozenset()
     return _state.processor.rank, frozenset(_state.groups[0].ranks)
+
+
+def checked_by(check: Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a save handler: ``check`` gets the first arguments, and raises what cannot be saved."""
+
+    def mark(handler: Callable[P, R]) -> Callable[P, R]:
+        vars(handler)[_CHECK] = check
+        return handler
+
+    return mark
+
+
+_CHECK = "holdfast_check"
+
+
+def _check(arguments: Any) -> None:
+    """Once for each handler: what it cannot save is told now, not after a death."""
+    handler = _state.handlers.get("save")
+    check = None if handler is None else getattr(handler.call, _CHECK, None)
+    if check is not None and handler is not _state.checked:
+        check(arguments)
+        _state.checked = handler
 
 
 def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> None:
@@ -154,11 +185,17 @@ def tft_init_processor(
     **options: Any,
 ) -> int:  # fmt: skip
     """Prepare this rank's side. Raises: UnsupportedError: TLS, ARF."""
+    _init_processor(rank, world_size, False, enable_tls, options)
+    return 0
+
+
+def _init_processor(
+    rank: int, world_size: int, bound: bool, enable_tls: bool, options: dict[str, Any]
+) -> None:
     if enable_tls or options.get("enable_arf"):
         what = "TLS" if enable_tls else "process-level recovery (ARF)"
         raise UnsupportedError(f"{what} is not served by this mindio_ttp", hint="MS_ENABLE_TFT='{TTP:1}'")
-    _state.processor = Processor(int(rank), int(world_size), _state.call)
-    return 0
+    _state.start(int(rank), int(world_size), bound)
 
 
 def tft_start_processor(ip: str, port: int) -> int:
@@ -243,8 +280,16 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) ->
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What the save handler gets as ``args``."""
-    _state.arguments = args
+    """What the save handler gets as ``args``: one live object, or with each step a tuple that begins with its number.
+
+    The number says which step the arguments are of. A rank between the end of an update and the arguments of it is no
+    source of a dying checkpoint.
+    """
+    _check(args)
+    if _state.processor is None:
+        _state.standing.give(args)
+    else:
+        _state.processor.give(args)
 
 
 def tft_start_updating_os(step: int) -> None:
@@ -319,7 +364,8 @@ def ttp_init_processor(
             hint="replica = len(dp_ranks) // 2, with an even number of ranks",
         )
     _state.groups = (Group(0, ranks, replica),)
-    return tft_init_processor(rank, world_size, enable_local_copy)
+    _init_processor(rank, world_size, True, False, {})
+    return 0
 
 
 def ttp_start_processor(ip: str, port: int) -> int:
@@ -343,7 +389,11 @@ def ttp_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
-    """What the save handler gets as ``args``."""
+    """What the save handler gets as ``args``; each step, after its update: ``(iterations done, model, ...)``.
+
+    The chapter calls it in the loop, after :func:`ttp_end_updating_os` in the optimizer: the state of a step is
+    complete only when both calls were made, and its number is that of the iterations.
+    """
     tft_set_step_args(args)
 
 

@@ -12,7 +12,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast.compat.framework_ttp import sharers
+from holdfast.compat.framework_ttp import checked_by, sharers
+from holdfast.compat.replicated import ReplicatedOptimizer
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, UnsupportedError
 from holdfast.store.layout import Catalogue
@@ -23,6 +24,8 @@ from holdfast.store.root import Root
 from holdfast.store.validity import inspect
 from holdfast.store.writer import write_share
 
+__all__ = ["ReplicatedOptimizer", "load_checkpoint", "rename_save_result", "ttp_save_checkpoint"]
+
 if TYPE_CHECKING:
     from holdfast.adapters.torch.state import TorchState
 
@@ -30,15 +33,32 @@ Arguments = tuple[int, Any, Any, Any]
 """What ``ttp_set_ckpt_args`` gets: iterations done, model (or a list of one), optimizer, its scheduler or None."""
 
 
+def refuse_parts(args: Arguments) -> None:
+    """What :func:`ttp_save_checkpoint` will not be able to save, told when it is first given.
+
+    Raises:
+        UnsupportedError: an optimizer that keeps a part of the state on each rank, or several model chunks.
+    """
+    if isinstance(args, tuple | list) and len(args) > 2:  # iteration, model, optimizer
+        _refuse_parts(args[1], args[2])
+
+
+@checked_by(refuse_parts)
 def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Arguments) -> None:
     """Save handler: a sealed checkpoint of everything, written by the first rank of the plan.
 
     Raises:
         UnsupportedError: the state is in parts.
+        CheckpointMismatch: the arguments are those of another step.
         StateError, StoreWriteError: see the store.
     """
     writers = {rank for group in plan for rank in group["ranks"]}
     iteration, *parts = args
+    if iteration != step:
+        raise CheckpointMismatch(
+            f"the plan is to save step {step}, and the arguments of ttp_set_ckpt_args are those of {iteration}",
+            hint="ttp_set_ckpt_args((iteration, model, optimizer, scheduler)) after each iteration += 1",
+        )
     if len(writers) > 1:
         rank, same = sharers()
         if not writers <= same or not _whole(*parts[:2]):
@@ -76,7 +96,9 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
 
     Raises:
         CheckpointInvalid, CheckpointMismatch: damaged, or of another model.
+        UnsupportedError: see :func:`refuse_parts`.
     """
+    _refuse_parts(model, optimizer)
     found = Root(_root()).newest_valid().chosen
     if found is None:
         return 0
@@ -94,6 +116,23 @@ def _root() -> Place:
     return absolute(os.environ.get(ROOT_VARIABLE, "checkpoints"))
 
 
+def _refuse_parts(model: Any, optimizer: Any) -> None:
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    if len(modules) != 1:
+        raise UnsupportedError(f"{len(modules)} model chunks are not supported", hint="one chunk per rank")
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if any(base.__name__ in _IN_PARTS for base in type(each).__mro__):
+            raise UnsupportedError(
+                f"ttp_save_checkpoint and load_checkpoint take the state of one rank as the whole state, and "
+                f"{type(each).__name__} keeps a part of it on each rank",
+                hint="register handlers of your own (Megatron's save_checkpoint and load_checkpoint know its parts), "
+                "or leave --use-distributed-optimizer out",
+            )
+
+
+_IN_PARTS = ("DistributedOptimizer", "ZeroRedundancyOptimizer", "LayerWiseDistributedOptimizer")
+
+
 def _whole(model: Any, optimizer: Any) -> bool:
     """This rank updates every parameter by itself: its optimizer's state is no part of one."""
     modules = list(model) if isinstance(model, list | tuple) else [model]
@@ -106,10 +145,8 @@ def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
     """Megatron hands over a list of one model, and optimizers that hold torch's own as ``.optimizer``."""
     from holdfast.adapters.torch.state import TorchState  # loads torch
 
-    modules = list(model) if isinstance(model, list | tuple) else [model]
-    if len(modules) != 1:
-        raise UnsupportedError(f"{len(modules)} model chunks are not supported", hint="one chunk per rank")
+    (module,) = model if isinstance(model, list | tuple) else [model]
     inner = getattr(optimizer, "optimizer", optimizer)
     return TorchState(
-        modules[0], {"optimizer": inner}, {"scheduler": scheduler} if scheduler is not None else None
+        module, {"optimizer": inner}, {"scheduler": scheduler} if scheduler is not None else None
     )

@@ -6,7 +6,8 @@ an update that has begun is complete.
 
 Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
-2. The save handler runs only while no update is under way, with the step that was told.
+2. The save handler runs only while no update is under way and none can begin, with the step that was told and the
+   arguments that belong to it (:mod:`holdfast.compat.standing`).
 3. A stopped process ends: by the controller's order, or because the controller is lost.
 4. SIGTERM, where the script has no handler of its own for it, is a fault like any other, and ends the process after the
    dying checkpoint: torchrun sends it to the living as soon as one worker has died, which is while they write.
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast.compat.dump import (
     REACH_S,
@@ -43,6 +45,7 @@ from holdfast.compat.dump import (
     Stop,
 )
 from holdfast.compat.line import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
+from holdfast.compat.standing import Standing
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.channel import BlockingChannel
 from holdfast.runtime.rundir import open_log
@@ -102,16 +105,18 @@ class Processor:
     Args:
         rank, world_size: place of this process.
         call: calls the registered handler of a name with what belongs to the order.
+        standing: which step this rank's state is of.
     """
 
-    def __init__(self, rank: int, world_size: int, call: Callable[[str, Message], None]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, call: Callable[[str, Message], None], standing: Standing
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.step = 0
+        self._standing = standing
         self._call = call
         self._changed = threading.Condition()
-        self._updating = False
-        self._torn = False  # an update was left by an exception
+        self._torn = False  # a state that is not whole was left by an exception
         self._limit: int | None = None  # None: no limit; no update beyond this step begins
         self._reported = False
         self._left = False
@@ -171,15 +176,31 @@ class Processor:
     def begin_update(self) -> None:
         """Before weights change; once the job is being stopped it does not return."""
         with self._changed:
-            while self._limit is not None and self.step >= self._limit:
+            while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
                 self._changed.wait()
-            self._updating = True
+            forgotten = self._standing.begin()
+        if forgotten:
+            log.error(
+                "holdfast: an update begins, and ttp_set_ckpt_args was not called since the one before: "
+                "no dying checkpoint can be made of a step without it"
+            )
 
     def end_update(self, step: int) -> None:
         """Weights are those of ``step``."""
         with self._changed:
-            self._updating = False
-            self.step = step
+            self._standing.end(step)
+            self._changed.notify_all()
+
+    def give(self, arguments: Any) -> None:
+        """Arguments of the save handler; once the job is being stopped those of a whole state stay as they are."""
+        with self._changed:
+            while (
+                self._limit is not None
+                and self._standing.moves(arguments)
+                and self._standing.step >= self._limit
+            ):
+                self._changed.wait()
+            self._standing.give(arguments)
             self._changed.notify_all()
 
     def fault(self, what: str) -> None:
@@ -188,7 +209,7 @@ class Processor:
             if self._reported or self._left:
                 return
             self._reported = True
-            self._torn = self._updating
+            self._torn = self._standing.updating or self._standing.open
         self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
 
     def wait_end(self) -> None:
@@ -224,7 +245,11 @@ class Processor:
                     return
                 if self._limit is not None:  # a fault has stopped the job, and nobody is left to decide
                     self._exit(
-                        Exit(step=self.step, saved=False, reason=f"the TTP controller is lost: {error}")
+                        Exit(
+                            step=self._standing.step,
+                            saved=False,
+                            reason=f"the TTP controller is lost: {error}",
+                        )
                     )
                 log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)
                 with self._changed:
@@ -250,19 +275,21 @@ class Processor:
             self._limit = order.step
             self._changed.notify_all()
             while (
-                (self._updating or self.step < order.step)
+                (self._standing.updating or self._standing.open or self._standing.step < order.step)
                 and time.monotonic() < deadline_s
                 and not self._torn
             ):
                 self._changed.wait(RETRY_S)
-            why = "its update was not completed" if self._updating else ""
+            why = self._standing.why
         why = why or self._try("stop", order)
-        self._tell(Stood(rank=self.rank, step=self.step, why=why))
+        self._tell(Stood(rank=self.rank, step=self._standing.step, why=why))
 
     def _save(self, order: Save) -> None:
         with self._changed:
-            moved = self._updating or self.step != order.step
-        why = f"it stands at step {self.step}" if moved else self._try("save", order)
+            moved = not self._standing.whole or self._standing.step != order.step
+            if not moved:
+                self._limit = order.step  # it may have been told to come up to a later one
+        why = f"it stands at step {self._standing.step}" if moved else self._try("save", order)
         self._tell(Saved(rank=self.rank, step=order.step, why=why))
 
     def _exit(self, order: Exit) -> None:

@@ -15,7 +15,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.adapters.base import Aborted, Accumulates, Adapter, Hooks, ProvesBlocks, TakesParts
+from holdfast.adapters.base import (
+    Aborted,
+    Accumulates,
+    Adapter,
+    CommunicatesInUpdates,
+    Hooks,
+    ProvesBlocks,
+    TakesParts,
+)
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
@@ -144,6 +152,11 @@ class Step:
 
     def note_tentative(self, optimizer: str) -> None:
         """An optimizer steps inside :meth:`update`. Raises: StepError when it has, in this update."""
+        if (
+            self.tentative is None
+        ):  # by itself: the update communicates, and the step votes at the end of the block
+            with self.update(optimizer):
+                return
         if optimizer in self._tentative_done:
             raise StepError(
                 f"step {self.number}: optimizer {optimizer!r} steps twice in update {self.tentative!r}",
@@ -180,6 +193,7 @@ class Blocks:
         self._votes = votes
         self._adapter = adapter
         self._owner = owner
+        self._tentative = adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset()
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # how the script left a block for good
@@ -280,7 +294,7 @@ class Blocks:
                 f"optimizer {optimizer!r} steps outside of a step",
                 hint="for step in s.steps(...): with step: ... optimizer.step()",
             )
-        if step.tentative is not None:
+        if step.tentative is not None or optimizer in self._tentative:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
@@ -309,7 +323,7 @@ class Blocks:
         if step is None:
             return
         step.updated.add(optimizer)
-        if step.scrap and step.tentative is None:
+        if step.scrap and step.tentative is None and optimizer not in self._tentative:
             raise StepAborted("rehearsal")  # what follows an update belongs to a step that counts
         if step.tentative is None and self._rank.state == "updating":
             self._rank.enter(Phase.COMMIT)

@@ -4,7 +4,7 @@ Theory. Optimizer state appears with the first update, so each rank declares it 
 was in doubt, before its second declaration holds (or will hold) the same entries: an entry with the shape of its
 parameter lies where the parameter lies, any other is whole. From one complete declaration the others follow, and every
 rank that computes this from the same declarations gets the same answer. State that an optimizer cuts by itself lies
-elsewhere: where a declared entry does not lie so, nothing follows from it.
+elsewhere: where a declared entry does not lie so, nothing follows from it, nor from one of a sharded optimizer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from holdfast.store.grid import Cuts, whole_cuts
 from holdfast.store.layout import Catalogue, Declaration, Row, declarations
 
 PREFIX = "optimizer."
+SHARDED = "(sharded)"
+"""How the name of an optimizer ends whose state of one parameter lies with some of its holders: nothing follows."""
 
 
 def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
@@ -38,7 +40,7 @@ def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
         seen.add(id(declaration.tensors))
         places = _places(declaration)
         for row in declaration.tensors:
-            if row.fqn.startswith(PREFIX):
+            if row.fqn.startswith(PREFIX) and not row.fqn.split(".", 2)[1].endswith(SHARDED):
                 known.setdefault(row.fqn, row)
                 if not _follows(row, declaration, places):
                     cut.add(row.fqn)

@@ -13,7 +13,7 @@ from holdfast.integrations.megatron import declare
 from holdfast.store.layout import Box
 from holdfast.store.reader import load_catalogue
 from holdfast.store.root import Root
-from tests.frameworks.faces.running import RANKS, drill
+from tests.frameworks.faces.running import EXAMPLES, RANKS, drill
 
 JOB = Path(__file__).with_name("megatron_job.py")
 EMBEDDING = "embedding.word_embeddings.weight"  # 64 x 32, split along the vocabulary
@@ -46,6 +46,13 @@ def test_lost_rank_costs_no_step(
     holders = dict(catalogue.boxes(catalogue.by_fqn[name]))
     assert set(holders.values()) == {(0, 2), (1, 3)}
     assert boxes is None or holders == boxes
+
+
+@pytest.mark.parametrize("phase", ["backward", "update"])
+def test_megatron_s_own_data_parallelism_loses_a_rank_and_no_step(tmp_path: Path, phase: str) -> None:
+    code, output = drill(tmp_path, f"kill:rank=1@step=4,phase={phase}", EXAMPLES / "megatron_gpt.py", "8")
+    assert code == 0, output
+    assert "PASSED: no committed step lost, the same bits at the end" in output
 
 
 def test_strided_partition_is_refused_by_name() -> None:

@@ -37,7 +37,7 @@ from holdfast.adapters.torch.heal import (
 from holdfast.adapters.torch.leftover import Leftover
 from holdfast.adapters.torch.marks import duplicate, mark, share_memory
 from holdfast.adapters.torch.naming import Models, data_parallel, modules_of
-from holdfast.adapters.torch.optim import named_optimizers, parameters_of, refuse_searching
+from holdfast.adapters.torch.optim import local_part, named_optimizers, parameters_of, refuse_searching
 from holdfast.adapters.torch.others import Others
 from holdfast.adapters.torch.parts import Parts
 from holdfast.adapters.torch.proof import Suspicion, computed_in, found_by
@@ -47,6 +47,7 @@ from holdfast.adapters.torch.sample import Sample
 from holdfast.adapters.torch.snapshot import Snapshot
 from holdfast.adapters.torch.state import Collected, Restore, TorchState
 from holdfast.adapters.torch.updates import Updates
+from holdfast.adapters.torch.zero import tentative
 from holdfast.adapters.values import Plain
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
@@ -99,7 +100,7 @@ class TorchAdapter:
         self.updates = Updates(self.state, self)
         self.gradients = Gradients(self.state, self.updates)
         modules = [module for _, module in modules_of(model)]
-        self._leftover = Leftover(modules, self._updated_parameters)
+        self._leftover = Leftover(modules, self.state.updated_parameters)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
         self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
@@ -113,7 +114,10 @@ class TorchAdapter:
         self._sample = Sample(self.state.names.parameters.values())
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
-        self._foreign: dict[int, bool] = {}
+        self.tentative = tentative(optimizers, self.rank)
+        self._foreign = {
+            id(local_part(o)): False for o in optimizers.values()
+        }  # it updates ours, by order of ours
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
         self._backward_seen: set[int] = set()  # modules by number
@@ -430,10 +434,6 @@ class TorchAdapter:
         self._sample.note()
         self._passed += self._computed
         self._leftover.ended(self._step, updated=self._computed)
-
-    def _updated_parameters(self) -> Iterator[torch.Tensor]:
-        for optimizer in self.state.optimizers.values():
-            yield from parameters_of(optimizer.optimizer)
 
     def release(self) -> None:
         """Collectives are as outside of a step."""

@@ -65,7 +65,7 @@ def import_checkpoint(
     Args:
         source: a ``torch.save`` file or DCP directory of a module's state dict, or of a dict with ``model``,
             ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights, or a directory of them in
-            Hugging Face's form.
+            Hugging Face's form; or a directory of Megatron's (``iter_NNNNNNN``, or of the run).
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; by default what the file says (``step`` or ``global_step``), 0 for weights alone.
         names: by key of the source the part that it is: ``{"opt": "optimizer"}``; a part is the first of the names of
@@ -83,7 +83,7 @@ def import_checkpoint(
         StoreWriteError: ``root`` cannot be written.
     """
     found, target = Path(source), place_of(root)
-    tree = read_source(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()))
+    tree = read_source(found, target if isinstance(target, Path) else Path(tempfile.gettempdir()), note)
     parts = _parts(_renamed(tree, names, found), found)
     done = _step(parts, found) if step is None else step
     if parts.renamed:

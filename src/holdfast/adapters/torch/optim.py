@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -23,7 +24,7 @@ from holdfast.wording import noun_of
 log = logging.getLogger("holdfast")
 
 COMMUNICATING = {
-    "ZeroRedundancyOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
+    "ZeroRedundancyOptimizer": "torch's own, with overlap_with_ddp=False; or torch.distributed.fsdp.fully_shard",
     "PostLocalSGDOptimizer": "average the parameters in the block, before optimizer.step()",
     "DistributedOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
 }
@@ -72,7 +73,7 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     given = by_name(value, "optimizer", lambda o: isinstance(o, Optimizer))
     named = cast(dict[str, Optimizer], {name: _inner(optimizer) for name, optimizer in given.items()})
     for name, optimizer in named.items():
-        for base in type(optimizer).__mro__:
+        for base in type(optimizer).__mro__ if local_part(optimizer) is None else ():
             if base.__name__ in COMMUNICATING:
                 raise UnsupportedError(
                     f"optimizer {name!r}: {base.__name__} communicates inside step(), where a lost peer would leave "
@@ -80,6 +81,18 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
                     hint=COMMUNICATING[base.__name__],
                 )
     return named
+
+
+def local_part(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None: it is none.
+
+    With ``overlap_with_ddp`` there is none either: it updates during backward.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return None
+    local = getattr(optimizer, "optim", None)
+    return local if isinstance(local, Optimizer) else None
 
 
 def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
@@ -231,13 +244,22 @@ class OptimizerState:
 
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         self.name = name
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.prefix = f"optimizer.{name}"
         self._parameters = parameters
         self._names = {id(p): fqn for fqn, p in parameters.items()}
         self._built = len(optimizer.param_groups)  # by the script; further ones are added while it trains
         self._members(self._built)
         self._checked = self._built
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """As the session was given it."""
+        return self._optimizer
+
+    def kind(self) -> str:
+        """What a checkpoint calls its class."""
+        return type(self._optimizer).__name__
 
     def size(self) -> int:
         """Number of state entries: grows when the optimizer makes state, which is at its first update."""
@@ -270,7 +292,7 @@ class OptimizerState:
         members = self._members(len(groups))
         held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
         return {
-            "class": type(self.optimizer).__name__,
+            "class": self.kind(),
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
             "members": members,
             # Of each group that the script did not build: the members that are trained, as a layer that was unfrozen.
@@ -288,9 +310,10 @@ class OptimizerState:
 
     def _members(self, count: int) -> list[list[str]]:
         """Names of the parameters of the first groups: other programs that read the state need them."""
-        return [[self._name(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
+        return [[self.name_of(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
 
-    def _name(self, parameter: torch.Tensor) -> str:
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of one of its parameters. Raises: StateError: it is not in the model."""
         fqn = self._names.get(id(parameter))
         if fqn is None:
             raise StateError(
@@ -307,7 +330,7 @@ class OptimizerState:
         will keep cannot be read from it; what it lets one set is known at once. Checkpoints of before the class was
         noted: each side must have settings that the other lacks, as settings come with versions of a framework.
         """
-        here, then = type(self.optimizer).__name__, saved.get("class", "")
+        here, then = self.kind(), saved.get("class", "")
         if here == then:
             return
         ours, theirs = _settings(self.optimizer.param_groups), _settings(saved["groups"])
@@ -419,7 +442,7 @@ class OptimizerState:
             step_on_cpu = not (group.get("capturable") or group.get("fused"))
             for p in group["params"]:
                 there = self.optimizer.state.get(p, {})
-                fqn = self._name(p)
+                fqn = self.name_of(p)
                 for key, item in saved["state"].get(fqn, {}).items():
                     cpu = key == "step" and step_on_cpu
                     fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key), parameter=fqn)

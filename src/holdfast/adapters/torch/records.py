@@ -6,7 +6,8 @@ dataclasses need; a class is only ever a name, "calling" it makes a :class:`Reco
 arguments, and "setting its state" stores that in the record. The result is read like any other untrusted data.
 
 Invariants:
-1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`Record`.
+1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`Record`; an ``OrderedDict``
+   is a dict, and what stands for data beside the pickle a :class:`Record` called :data:`PERSISTENT`.
 2. Any other instruction, and any name that is not admitted, is refused.
 3. Memory is in proportion to the size of the data.
 """
@@ -14,10 +15,13 @@ Invariants:
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Collection
+from collections.abc import Container
 from typing import Any
 
 from holdfast.errors import CheckpointInvalid
+
+PERSISTENT = "persistent"
+ORDERED = "collections.OrderedDict"
 
 _MARK = object()
 _PLAIN = frozenset({
@@ -45,7 +49,7 @@ class Record:
         self.state: Any = None
 
 
-def read_records(data: bytes, admitted: Collection[str], where: str) -> Any:
+def read_records(data: bytes, admitted: Container[str], where: str) -> Any:
     """The value that a pickle describes.
 
     Args:
@@ -65,7 +69,7 @@ def read_records(data: bytes, admitted: Collection[str], where: str) -> Any:
 
 
 class _Machine:
-    def __init__(self, admitted: Collection[str]) -> None:
+    def __init__(self, admitted: Container[str]) -> None:
         self.stack: list[Any] = []
         self._admitted = admitted
         self._memo: dict[int, Any] = {}
@@ -117,10 +121,13 @@ class _Machine:
             made_of, args = self._pop(2)
             if type(made_of) is not Name or type(args) is not tuple:
                 raise ValueError("it calls something that is no class")
-            stack.append(Record(made_of, args))
+            stack.append({} if (made_of, args) == (ORDERED, ()) else Record(made_of, args))
         elif name == "BUILD":
             (state,) = self._pop(1)
-            self._top(Record).state = state
+            if type(stack[-1]) is not dict:  # attributes of an OrderedDict are no data
+                self._top(Record).state = state
+        elif name == "BINPERSID":
+            stack.append(Record(Name(PERSISTENT), tuple(self._pop(1))))
         else:
             raise ValueError(f"instruction {name} has no place there")
 

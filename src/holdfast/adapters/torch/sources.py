@@ -1,4 +1,4 @@
-"""What ``ckpt import`` reads: ``torch.save`` files, torch DCP directories, ``.safetensors`` files of weights.
+"""What ``ckpt import`` reads: ``torch.save`` files, torch DCP and Megatron directories, ``.safetensors`` files.
 
 Theory. Each gives one tree of tensors and plain values; nothing in it is executed (``torch.load(weights_only=True)``,
 ``dcp.py``). What a file is, its first bytes say: torch's own messages for another one tell nothing.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ import torch
 from holdfast.adapters.torch.boxes import TORCH_DTYPES
 from holdfast.adapters.torch.dcp import METADATA_NAME, check_zip, load_plain, read_dcp
 from holdfast.adapters.torch.keys import restore_keys
+from holdfast.adapters.torch.megatron_files import is_megatron, read_megatron
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.store.codec import StoredTensor, decode_header, header_size_bytes
 from holdfast.store.files import make_root, reading, writing
 from holdfast.store.tools import INDEX_NAME, WEIGHTS_NAME
 
-KINDS = "a torch.save file, a torch DCP directory, or a .safetensors file (or a directory of them) of weights"
+KINDS = (
+    "a torch.save file, a torch DCP directory, a Megatron directory (iter_N), or a .safetensors file (or a directory "
+    "of them) of weights"
+)
 SAFETENSORS = ".safetensors"
 OPTIMIZER_STATE = "optimizer."
 """How the names of an optimizer's tensors begin in a file that ``holdfast ckpt merge`` wrote."""
@@ -41,11 +46,12 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_source(source: Path, scratch: Path) -> dict[str, Any]:
+def read_source(source: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
     """The tree of tensors and plain values in ``source``; weights alone are under ``model``.
 
     Args:
         scratch: directory for a temporary file as large as the tensors of a directory; made when it is missing.
+        note: called with a line for the user about what is left out.
 
     Raises:
         UsageError: there is no such file, or it is of another kind.
@@ -53,7 +59,7 @@ def read_source(source: Path, scratch: Path) -> dict[str, Any]:
         StoreWriteError: ``scratch`` cannot be written.
     """
     if source.is_dir():
-        return _directory(source, scratch)
+        return read_megatron(source, note) if is_megatron(source) else _directory(source, scratch)
     if not source.is_file():
         raise UsageError(f"{source} does not exist", hint=f"name {KINDS}")
     if source.suffix == SAFETENSORS:

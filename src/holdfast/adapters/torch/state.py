@@ -51,14 +51,15 @@ from holdfast.adapters.torch.filling import put_into
 from holdfast.adapters.torch.hand_cut import HandCut
 from holdfast.adapters.torch.naming import Models, names_of
 from holdfast.adapters.torch.optim import (
-    OptimizerState,
     Undo,
     allocate,
     by_name,
     hyperparameters,
+    parameters_of,
     refuse_in_backward,
 )
 from holdfast.adapters.torch.rng import Generator
+from holdfast.adapters.torch.zero import state_of
 from holdfast.adapters.values import Plain, join, split
 from holdfast.errors import CheckpointMismatch, InternalError, StateError, UsageError
 from holdfast.store.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
@@ -271,7 +272,7 @@ class TorchState:
         self.names = names_of(model)
         refuse_in_backward(self.names.parameters)
         refuse_undeclared(self.names.parameters)
-        self.optimizers = {n: OptimizerState(n, o, self.names.parameters) for n, o in optimizers.items()}
+        self.optimizers = {n: state_of(n, o, self.names.parameters) for n, o in optimizers.items()}
         self.schedulers = by_name(schedulers, "scheduler", has_state)
         self.declared = Declared(optimizers, self.schedulers)
         self.scaler = scaler
@@ -293,6 +294,11 @@ class TorchState:
         for meta in collected.layout(0, 1).tensors:
             check_tensor(meta)
         return collected.devices()
+
+    def updated_parameters(self) -> Iterator[torch.Tensor]:
+        """Of all optimizers."""
+        for optimizer in self.optimizers.values():
+            yield from parameters_of(optimizer.optimizer)
 
     def size(self) -> int:
         """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""

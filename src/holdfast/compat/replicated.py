@@ -1,0 +1,72 @@
+"""``ReplicatedOptimizer`` of the Megatron chapter: Megatron-core's distributed optimizer, with every shard held twice.
+
+The chapter puts it in the place of ``DistributedOptimizer``, so that the optimizer's state survives the death of a
+rank. Megatron-core has what that needs: ``num_distributed_optimizer_instances=2`` cuts the state over half the
+data-parallel ranks, and the other half holds the same shards. The class makes sure of it, and counts the updates for
+``ttp_end_updating_os(self.current_step)``. Megatron is looked for when the first one is built, not when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from holdfast.errors import UnsupportedError
+
+COPIES_MIN = 2
+_CORE = "megatron.core.optimizer.distrib_optimizer"
+_INSTANCES = "num_distributed_optimizer_instances"
+
+
+class ReplicatedOptimizer:
+    """Megatron-core's ``DistributedOptimizer``, refused where a shard of its state would have one holder.
+
+    Takes the arguments of Megatron-core's class; an instance is one of that class, too.
+
+    Raises:
+        UnsupportedError: no Megatron-core, or a shard with one holder.
+
+    Example:
+        opt_ty = ReplicatedOptimizer if args.use_distributed_optimizer else Float16OptimizerWithFloat16Params
+    """
+
+    current_step: int
+    """Updates made, as counted by :meth:`increase_step`; a script that loads a checkpoint sets it."""
+
+    def __new__(cls, *arguments: Any, **more: Any) -> ReplicatedOptimizer:
+        made: ReplicatedOptimizer = object.__new__(_over_megatron() if cls is ReplicatedOptimizer else cls)
+        return made
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)  # Megatron's own
+        copies = int(getattr(getattr(self, "ddp_config", None), _INSTANCES, 1))
+        if copies < COPIES_MIN:
+            raise UnsupportedError(
+                f"ReplicatedOptimizer: each shard of the optimizer's state has {copies} holder, where "
+                f"{COPIES_MIN} are needed for the death of one",
+                hint=f"{_INSTANCES}={COPIES_MIN} for parallel_state.initialize_model_parallel and in the "
+                "DistributedDataParallelConfig (Megatron's flag: --num-distributed-optimizer-instances 2)",
+            )
+        self.current_step = 0
+
+    def increase_step(self) -> None:
+        """Count one update; the chapter calls it after ``self.optimizer.step()``."""
+        self.current_step += 1
+
+
+@cache
+def _over_megatron() -> type[ReplicatedOptimizer]:
+    """The class over that of the Megatron in this environment. Raises: UnsupportedError: there is none."""
+    try:
+        base = importlib.import_module(_CORE).DistributedOptimizer
+    except ImportError as error:
+        older = find_spec("megatron") is not None
+        raise UnsupportedError(
+            "ReplicatedOptimizer needs Megatron-core's DistributedOptimizer, "
+            + ("and this Megatron keeps one copy of each shard" if older else "and there is no Megatron")
+            + f": {error}",
+            hint="pip install megatron-core; or leave --use-distributed-optimizer out: then every rank holds the state",
+        ) from error
+    return type("ReplicatedOptimizer", (ReplicatedOptimizer, base), {"__doc__": ReplicatedOptimizer.__doc__})

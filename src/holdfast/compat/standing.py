@@ -1,0 +1,112 @@
+"""Which step the state of a rank is of, and the arguments of the save handler that belong to that step.
+
+Theory. A Megatron script reports the end of an update inside its optimizer, and gives the arguments (iterations done,
+model, optimizer, schedule) later, in its loop: between the two calls the weights are those of the next step, and the
+count and the schedule those of the last one. So a state is *whole* only when both calls were made since the update
+began, in either order, and its number is the count of iterations that the arguments begin with. MindSpore gives one
+live object once, and a script may give none to handlers that need none: nothing is to be bound then, and a state is
+whole when its update has ended.
+
+Invariants:
+1. ``step`` and ``arguments`` change together, when a state becomes whole.
+2. Arguments that were given before the update began are never taken for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Standing:
+    """See the module. Pure: the caller guards it with its own lock.
+
+    Args:
+        bound: each state has arguments of its own. Without: until some are given that begin with a count.
+
+    Example:
+        standing = Standing(bound=True)
+        standing.begin()
+        standing.end(1)                          # not whole: the arguments are those of step 0
+        standing.give((1, model))                # whole, step 1
+    """
+
+    def __init__(self, bound: bool) -> None:
+        self.step = 0
+        """Of the last whole state; 0: none in this process."""
+        self.arguments: Any = None
+        """That belong to :attr:`step`; before the first whole state: those that were given."""
+        self.updating = False
+        self._bound = bound
+        self._ended: int | None = None  # an update ended with this number, and its arguments are not there
+        self._given: Any = None
+        self._any = False  # arguments were given, ever
+        self._fresh = False  # and since the last update began
+        self._told = False  # that they were not
+        self._wrong = ""  # why the arguments of the last state cannot be its own
+
+    @property
+    def whole(self) -> bool:
+        """Weights, arguments and number belong together."""
+        return not self.why
+
+    @property
+    def why(self) -> str:
+        """Why the state is not whole; empty: it is."""
+        if self.updating:
+            return "its update was not completed"
+        if self._ended is not None:
+            return "ttp_set_ckpt_args was not called since its last update"
+        return self._wrong
+
+    @property
+    def open(self) -> bool:
+        """An update has ended, and its arguments are still to come."""
+        return self._ended is not None and not self.updating
+
+    def begin(self) -> bool:
+        """Weights are about to change; returns, once, whether the last state was left without its arguments."""
+        forgotten = self.open and self._any and not self._told
+        self._told = self._told or forgotten
+        if self.open and not self._any:
+            self._bound = False  # the handlers of this script take none
+        self.updating, self._fresh, self._ended = True, False, None
+        return forgotten
+
+    def end(self, step: int) -> None:
+        """Weights are those of ``step``, as the script counts updates."""
+        self.updating = False
+        if self._bound and not self._fresh:
+            self._ended = step
+        else:
+            self._complete(step, self.step + 1)
+
+    def give(self, arguments: Any) -> None:
+        """The script's arguments for the save handler."""
+        self._given, self._fresh, self._any = arguments, True, True
+        self._bound = self._bound or _count(arguments) is not None
+        if self.updating:
+            return
+        if self._ended is not None:
+            self._complete(self._ended, self.step + 1)
+        elif self.step:  # an iteration without an update: an overflow of the loss scale
+            self._complete(self.step, self.step)
+        else:
+            self.arguments = arguments
+
+    def moves(self, arguments: Any) -> bool:
+        """These arguments would give a whole state another number or other arguments."""
+        return bool(self.step) and self.whole and self._bound and arguments is not self.arguments
+
+    def _complete(self, updates: int, least: int) -> None:
+        count, least = _count(self._given) if self._bound else None, max(updates, least)
+        if count is not None and count < least:
+            self._wrong = f"ttp_set_ckpt_args says {count} iterations after the update of iteration {least}"
+        else:
+            self.step, self.arguments, self._wrong = count or updates, self._given, ""
+        self._ended = None
+
+
+def _count(arguments: Any) -> int | None:
+    """Iterations done, which the arguments of a Megatron script begin with."""
+    first = arguments[0] if isinstance(arguments, tuple | list) and arguments else None
+    return first if isinstance(first, int) and not isinstance(first, bool) else None

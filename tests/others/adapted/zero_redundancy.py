@@ -1,0 +1,42 @@
+"""torch's ZeroRedundancyOptimizer: each rank updates some of the parameters, then sends them to the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import holdfast
+from tests.others.beat import beat, beat_inside, end, long
+
+MAX_ITERS = long(12)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1337)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Other samples on each rank."""
+    generator = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())) + rank)
+    x = torch.randn(6, 8, generator=generator)
+    return x, x[:, :4].sin()
+
+
+with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
+    optimizer.optim.register_step_post_hook(lambda *_: beat_inside(s.step))
+    for step in s.steps(until=MAX_ITERS):
+        with step:
+            beat(step.number)
+            x, y = get_batch()
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        if step.committed and rank == 0:
+            print(f"iter {step.number}: loss {loss.item():.4f}")
+
+end(model)
+dist.destroy_process_group()
