@@ -8,14 +8,19 @@ What is patched, and nothing else:
    an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
 4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and one rank that was asked is enough: so
    ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself.
-5. ``train.TFTRegister``, which 2.10 has renamed, is there again.
+5. ``train.TFTRegister``, which 2.10 has renamed, is there again. Releases that had it published a dying checkpoint as
+   ``tft_saved_checkpoints-step_N``: a link of that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
+6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``): the
+   dying checkpoint of one rank stands for all, so all have to start alike.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -32,6 +37,10 @@ REFUSED = ("UCE:1", "ARF:1", "HCCE:1", "TSP:1")
 CALLBACK = "mindspore.train.callback._train_fault_tolerance"
 ASKING = (CALLBACK, "mindspore.utils.utils")
 PORT_VARIABLE, ADDRESS_VARIABLE = "MS_TFT_PORT", "MS_TFT_IP"
+PUBLISHED, PUBLISHED_BEFORE = "ttp_saved_checkpoints-step_", "tft_saved_checkpoints-step_"
+"""How the name of a dying checkpoint begins: in 2.10, and in the releases that had ``TFTRegister``."""
+
+log = logging.getLogger("holdfast")
 _applied = False
 
 
@@ -61,6 +70,7 @@ def apply() -> None:
     callback._stop_device = _nothing
     callback.clean_tdt_channel = _nothing
     callback.TrainFaultTolerance.get_optimizer_wrapper = classmethod(_wrapper_of)
+    callback._rename_save_result = _under_both_names(callback._rename_save_result)
     cell_wrapper: Any = importlib.import_module("mindspore.nn.wrap.cell_wrapper")
     utils: Any = importlib.import_module("mindspore.utils")
     cell_wrapper.ExitByRequest = utils.ExitByRequest = ExitByRequest
@@ -95,6 +105,23 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
     return on_train_step_begin
 
 
+def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    """``_rename_save_result``, which also links the older name of the directory to it: no data is doubled."""
+
+    def _rename_save_result(step: int, cb_ctx: Any) -> None:
+        if cb_ctx.save_cb is None and getattr(cb_ctx, "has_older_name", False):
+            link = Path(cb_ctx.ckpt_save_path) / f"{PUBLISHED_BEFORE}{step}"
+            try:  # before the directory itself: once that is published, both names lead to it
+                link.symlink_to(f"{PUBLISHED}{step}", target_is_directory=True)
+            except OSError as error:
+                if not link.is_symlink():
+                    log.warning("holdfast: %s: %s; the dying checkpoint is in %s%d beside it",
+                                link, error.strerror, PUBLISHED, step)  # fmt: skip
+        original(step, cb_ctx)
+
+    return _rename_save_result
+
+
 def _nothing(*_arguments: Any) -> int:
     return 0
 
@@ -110,7 +137,9 @@ def _begin(flag: Any) -> Any:
 
 
 def _add_report(cell: Any) -> None:
-    """What the update waits for: the flag of all ranks, then our gate."""
+    """What the update waits for: the flag of all ranks, then our gate. Before a Model is made of the optimizer."""
+    if ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL:
+        ms.set_auto_parallel_context(parameter_broadcast=True)
     cell.tft_depend = ops.Depend()
     cell.tft_sum = ops.AllReduce()
     cell.tft_begin = ops.Custom(_begin, _same, _same, func_type="pyfunc")
@@ -182,4 +211,6 @@ def TFTRegister(ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path:
     """``train.TFTRegister``: the callback, with the address of the controller; rank 0 starts it, whatever is said."""
     os.environ.setdefault(ADDRESS_VARIABLE, ctrl_ip)
     os.environ.setdefault(PORT_VARIABLE, str(ctrl_port))
-    return train.TrainFaultTolerance(ckpt_save_path)
+    callback = train.TrainFaultTolerance(ckpt_save_path)
+    callback.has_older_name = True
+    return callback
