@@ -7,7 +7,9 @@ What is patched, and nothing else:
 3. The optimizer wrapper reduces its flag as float32, because CPU's AllReduce has no int32, and reports the beginning of
    an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
 4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and one rank that was asked is enough: so
-   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself.
+   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself. The checkpoint that it
+   writes, and that 2.10 cannot load (it adds a scalar under the name of the optimizer's ``global_step``), is loaded by
+   the next start, without the request that led to it.
 5. ``train.TFTRegister``, which 2.10 has renamed, is there again. Releases that had it published a dying checkpoint as
    ``tft_saved_checkpoints-step_N``: a link of that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
 6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``): the
@@ -39,6 +41,9 @@ ASKING = (CALLBACK, "mindspore.utils.utils")
 PORT_VARIABLE, ADDRESS_VARIABLE = "MS_TFT_PORT", "MS_TFT_IP"
 PUBLISHED, PUBLISHED_BEFORE = "ttp_saved_checkpoints-step_", "tft_saved_checkpoints-step_"
 """How the name of a dying checkpoint begins: in 2.10, and in the releases that had ``TFTRegister``."""
+
+EXIT_NAMES, STEP_NAME = ("graceful_exit", "graceful_init"), "global_step"
+"""Parameters of a training cell: the request to leave and its answer, and the steps of the optimizer."""
 
 log = logging.getLogger("holdfast")
 _applied = False
@@ -75,6 +80,7 @@ def apply() -> None:
     utils: Any = importlib.import_module("mindspore.utils")
     cell_wrapper.ExitByRequest = utils.ExitByRequest = ExitByRequest
     leaving: Any = importlib.import_module("mindspore.train.callback._on_request_exit")
+    leaving.load_checkpoint = _load_saved_at_exit
     leaving.OnRequestExit.on_train_step_begin = _look_always(leaving.OnRequestExit.on_train_step_begin)
     nn.OptTFTWrapper = OptTFTWrapper
     train.TFTRegister = TFTRegister
@@ -103,6 +109,18 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
             self.need_do_step_end = True
 
     return on_train_step_begin
+
+
+def _load_saved_at_exit(file_name: str, net: Any) -> None:
+    """``load_checkpoint`` where ``OnRequestExit`` loads what it wrote at an exit."""
+    values = ms.load_checkpoint(file_name)
+    for name in EXIT_NAMES:
+        values.pop(name, None)
+    for parameter in net.get_parameters():
+        if parameter.name == STEP_NAME and STEP_NAME in values:
+            step = values[STEP_NAME].asnumpy().reshape(parameter.shape)
+            values[STEP_NAME] = Parameter(Tensor(step, parameter.dtype), name=STEP_NAME)
+    ms.load_param_into_net(net, values)
 
 
 def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import journal
 from tests.frameworks.launched import quiet_port, until
-from tests.frameworks.mindspore.started import BIN, BOUND_S, sweep
+from tests.frameworks.started import BIN, BOUND_S, sweep
 
 WORLD = 4
 JOB = Path(__file__).parent / "ttp_job.py"

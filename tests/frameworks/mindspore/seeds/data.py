@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+CIFAR_DIGITS = 1000
+CIFAR_RECORDS = 10_000
+"""Of a file: Cifar10Dataset takes no other number."""
 
 
 def write_mnist(folder: Path, count: int) -> None:
@@ -24,12 +27,12 @@ def write_mnist(folder: Path, count: int) -> None:
     )
 
 
-def write_cifar10(folder: Path, count: int) -> None:
-    """Write ``count`` records of one label and 3 x 32 x 32 pixels as ``folder/data_batch_1.bin``."""
-    images, labels = _digits(count, 32)
-    planes = np.repeat(images.reshape(count, 1, -1), 3, axis=1).reshape(count, -1)
-    folder.mkdir(parents=True)
-    (folder / "data_batch_1.bin").write_bytes(np.concatenate([labels[:, None], planes], axis=1).tobytes())
+def write_cifar10(folder: Path) -> None:
+    """Write records of one label and 3 x 32 x 32 pixels as ``folder/data_batch_1.bin``: the digits, several times."""
+    images, labels = _digits(CIFAR_DIGITS, 32)
+    planes = np.repeat(images.reshape(CIFAR_DIGITS, 1, -1), 3, axis=1).reshape(CIFAR_DIGITS, -1)
+    records = np.concatenate([labels[:, None], planes], axis=1)
+    (folder / "data_batch_1.bin").write_bytes(np.resize(records, (CIFAR_RECORDS, records.shape[1])).tobytes())
 
 
 def _digits(count: int, width: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.frameworks.mindspore.seeds.data import write_mnist
 from tests.frameworks.mindspore.seeds.samples import copied, same
-from tests.frameworks.mindspore.started import BOUND_S, Started
+from tests.frameworks.started import BOUND_S, Started, processes
 
 IMAGES = 1600
 STEPS = IMAGES // 32
@@ -44,7 +46,9 @@ def test_a_killed_worker_costs_nothing_with_is_recover(tmp_path: Path) -> None:
     assert f"epoch: {EPOCHS} step: {STEPS}, loss is" in train(undisturbed, "msrun.sh", SEEDED)
     folder = sample(tmp_path / "disturbed")
     with Started(folder, "bash", "msrun.sh", env=SEEDED) as job:
-        job.kill_when_said("epoch: 2 step: 3,", folder / "msrun_log" / "worker_1.log", 1)
+        job.wait_said("epoch: 2 step: 3,", folder / "msrun_log" / "worker_1.log")
+        (pid,) = processes(folder, MS_ROLE="MS_WORKER", MS_NODE_ID="1")
+        os.kill(pid, signal.SIGKILL)
         job.wait_workers()
     assert not list(folder.glob("final-*"))
     (saved,) = folder.glob("ttp_checkpoints/tft_saved_checkpoints-step_*/rank_0/ttp_rank_0-*.ckpt")

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.launched import Launched
 from tests.frameworks.mindspore.seeds.data import write_mnist
 from tests.frameworks.mindspore.seeds.samples import copied, same, weights
-from tests.frameworks.mindspore.started import BOUND_S, Started
+from tests.frameworks.started import BOUND_S, Started, log_of
 
 IMAGES = 512
 STEPS = IMAGES // 32
@@ -34,11 +33,11 @@ def by_train_sh(folder: Path) -> str:
 def by_holdfast_run(folder: Path) -> str:
     """The same script under `holdfast run`; what rank 1 printed."""
     env = {"DATASET_PATH": str(folder / "MNIST_Data"), "MS_ENABLE_GRACEFUL_EXIT": "1"}
-    number = len(list(folder.glob("runs/*")))
-    arguments = ("--framework", "mindspore", "--nproc-per-node", "2", "graceful_exit.py")
-    with Launched(folder, *arguments, env=env, name=f"t{number}") as run:
-        assert run.wait() == 0, run.output
-        return run.log(1)
+    name = f"t{len(list(folder.glob('runs/*')))}"
+    options = ("--run-id", name, "--framework", "mindspore", "--nproc-per-node", "2")
+    with Started(folder, "holdfast", "run", *options, "graceful_exit.py", env=env) as job:
+        assert job.wait() == 0, job.output
+    return log_of(folder / "runs" / name, 1).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.launched import Launched, until
-from tests.frameworks.mindspore.seeds.data import write_cifar10, write_mnist
+from tests.frameworks.launched import until
+from tests.frameworks.mindspore.seeds.data import write_mnist
 from tests.frameworks.mindspore.seeds.samples import copied, same
-from tests.frameworks.mindspore.started import BOUND_S, Started, processes
+from tests.frameworks.started import BOUND_S, Started, kill_rank, log_of, processes
 
-CIFAR = "cifar-10-batches-bin"
 IMAGES, RANKS = 512, 2
-STEPS = IMAGES // 32 // RANKS
-"""Of an epoch of the ResNet, which reads its shard."""
+STEPS = 8
+"""Of an epoch of the ResNet, which reads 256 images of its shard."""
 
 EPOCHS = 4
-RUN = ("--framework", "mindspore", "--nproc-per-node", str(RANKS))
+TABLE = "rank_table_2pcs.json"
 LENET, RESNET = "lenet_distributed_training.py", "resnet50_distributed_training.py"
 pytestmark = pytest.mark.timeout(4 * BOUND_S)
 
@@ -30,32 +29,32 @@ def sample(folder: Path) -> Path:
     copied("001_graceful_exit", folder)
     copied("004_parallel", folder)
     write_mnist(folder / "MNIST_Data", IMAGES)
-    write_cifar10(folder / CIFAR, IMAGES)
     return folder
 
 
-def variables(folder: Path) -> dict[str, str]:
+def variables(folder: Path, cifar10: Path) -> dict[str, str]:
     """What the samples read from the environment."""
-    return {
-        "DATASET_PATH": str(folder / "MNIST_Data"), "DATA_PATH": str(folder / CIFAR), "EXECUTE_PATH": str(folder),
-    }  # fmt: skip
+    mnist = str(folder / "MNIST_Data")
+    return {"DATASET_PATH": mnist, "DATA_PATH": str(cifar10), "EXECUTE_PATH": str(folder)}
 
 
-def launched(folder: Path, script: str, lose: str = "") -> Path:
+def launched(folder: Path, script: str, cifar10: Path, lose: str = "") -> Path:
     """Under `holdfast run`; rank 1 is killed when it has printed ``lose``."""
-    with Launched(sample(folder), *RUN, script, env=variables(folder)) as run:
+    run = folder / "runs" / "t"
+    command = ("holdfast", "run", "--run-id", "t", "--framework", "mindspore", "--rank-table", TABLE, script)
+    with Started(sample(folder), *command, env=variables(folder, cifar10)) as job:
         if lose:
-            run.wait_log(lose, rank=1)
-            run.kill(1)
-        assert run.wait() == 0, run.output + run.logs()[-2000:]
-        assert ("1 fault, 0 steps lost" in run.output) == bool(lose), run.output
+            job.wait_said(lose, log_of(run, 1))
+            kill_rank(run, 1)
+        assert job.wait() == 0, job.output
+        assert ("1 fault, 0 steps lost" in job.output) == bool(lose), job.output
     return folder
 
 
 @pytest.fixture(scope="module")
-def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resnet(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> Path:
     """The undisturbed run of the ResNet."""
-    return launched(tmp_path_factory.mktemp("resnet"), RESNET)
+    return launched(tmp_path_factory.mktemp("resnet"), RESNET, cifar10)
 
 
 def check(undisturbed: Path, folder: Path) -> None:
@@ -65,12 +64,14 @@ def check(undisturbed: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [RESNET, LENET])
-def test_a_lost_rank_changes_nothing(tmp_path: Path, script: str, request: pytest.FixtureRequest) -> None:
+def test_a_lost_rank_changes_nothing(
+    tmp_path: Path, script: str, cifar10: Path, request: pytest.FixtureRequest
+) -> None:
     if script == RESNET:
         undisturbed = request.getfixturevalue("resnet")
     else:
-        undisturbed = launched(tmp_path / "undisturbed", script)
-    disturbed = launched(tmp_path / "disturbed", script, lose="epoch: 2 step: 3, loss is")
+        undisturbed = launched(tmp_path / "undisturbed", script, cifar10)
+    disturbed = launched(tmp_path / "disturbed", script, cifar10, lose="epoch: 2 step: 3, loss is")
     check(undisturbed, disturbed)
 
 
@@ -89,13 +90,13 @@ def kill_in_second_epoch(folder: Path, log: Path, variable: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_run_sh_starts_again_after_a_lost_rank(tmp_path: Path, resnet: Path) -> None:
-    command = ("bash", "run.sh", str(tmp_path / CIFAR), str(RANKS))
-    with Started(sample(tmp_path), *command, env=variables(tmp_path)) as job:
+def test_run_sh_starts_again_after_a_lost_rank(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
+    command = ("bash", "run.sh", str(cifar10), str(RANKS))
+    with Started(sample(tmp_path), *command, env=variables(tmp_path, cifar10)) as job:
         kill_in_second_epoch(tmp_path, tmp_path / "device1" / "train.log1", "RANK_ID")
         assert job.wait() == 2 and "training failed" in job.output
         until("all ranks end", lambda: not processes(tmp_path, RANK_ID="1"), BOUND_S)
-    with Started(tmp_path, *command, env=variables(tmp_path)) as job:
+    with Started(tmp_path, *command, env=variables(tmp_path, cifar10)) as job:
         assert job.wait() == 0 and "training success" in job.output, job.output
         until("all ranks end", lambda: not processes(tmp_path, RANK_ID="1"), BOUND_S)
     said = (tmp_path / "device0" / "train.log0").read_text()
@@ -103,18 +104,17 @@ def test_run_sh_starts_again_after_a_lost_rank(tmp_path: Path, resnet: Path) -> 
     check(resnet, tmp_path)
 
 
-def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path) -> None:
-    table = tmp_path / "rank_table_2pcs.json"
-    command = ("bash", "run_cluster.sh", str(tmp_path / CIFAR), str(table), str(RANKS), "0")
-    with Started(sample(tmp_path), *command, env=variables(tmp_path)) as job:
+def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
+    command = ("bash", "run_cluster.sh", str(cifar10), str(tmp_path / TABLE), str(RANKS), "0")
+    with Started(sample(tmp_path), *command, env=variables(tmp_path, cifar10)) as job:
         assert job.wait() == 0
         for rank in range(RANKS):
             until("a rank ends", lambda rank=rank: not processes(tmp_path, RANK_ID=str(rank)), BOUND_S)
     check(resnet, tmp_path)
 
 
-def test_mpirun_makes_one_job(tmp_path: Path, resnet: Path) -> None:
+def test_mpirun_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), "pytest", "-s", RESNET)
-    with Started(sample(tmp_path), *command, env=variables(tmp_path)) as job:
+    with Started(sample(tmp_path), *command, env=variables(tmp_path, cifar10)) as job:
         assert job.wait() == 0, job.output[-2000:]
     check(resnet, tmp_path)

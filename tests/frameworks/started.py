@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from holdfast import journal
 from tests.frameworks.launched import quiet_port, until
 
 BIN = Path(sys.executable).parent
@@ -57,15 +58,26 @@ class Started:
         self.wait()
         until("the workers end", lambda: not processes(self.folder, MS_ROLE="MS_WORKER"), BOUND_S)
 
-    def kill_when_said(self, text: str, log: Path, rank: int) -> None:
-        """SIGKILL to msrun's worker ``rank`` once ``text`` stands in ``log``."""
+    def wait_said(self, text: str, log: Path) -> None:
+        """Until ``text`` stands in ``log``."""
 
         def said() -> bool:
+            if self.process.poll():
+                raise AssertionError(f"the command ended without {text!r}:\n{self.output}")
             return log.exists() and text in log.read_text()
 
         until(text, said, BOUND_S)
-        (pid,) = processes(self.folder, MS_ROLE="MS_WORKER", MS_NODE_ID=str(rank))
-        os.kill(pid, signal.SIGKILL)
+
+
+def log_of(run: Path, rank: int, attempt: int = 0) -> Path:
+    """What one rank of a ``holdfast run`` printed."""
+    return run / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+
+
+def kill_rank(run: Path, rank: int) -> None:
+    """SIGKILL to the newest process of a rank of a ``holdfast run``."""
+    started = [e.data for e in journal.read(run / "events.jsonl").events if e.kind == "member_started"]
+    os.kill(next(int(each["pid"]) for each in reversed(started) if each["rank"] == rank), signal.SIGKILL)
 
 
 def processes(folder: Path, **variables: str) -> list[int]:
