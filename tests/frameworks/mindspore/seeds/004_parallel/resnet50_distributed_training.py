@@ -1,10 +1,10 @@
 """Seed 004, ResNet-50 on CIFAR-10, data parallel: the document's script.
 
 Lines that differ from the document: the device is a CPU, so `init()`, which makes HCCL's group, is left out, and
-`get_rank` and `get_group_size` read the variables of run.sh or mpirun; `c_transforms` has its name of MindSpore 2;
-256 images per rank, 64 pixels wide in the place of 224; 4 epochs in the place of 10; data parallel without a mode of
-MindSpore's; `ms.set_seed(1)`; `holdfast.mindspore.train` in the place of `model.train`. The last line writes the
-weights for the test.
+`get_rank` and `get_group_size` read the variables of run.sh or mpirun; `c_transforms` has its name of MindSpore 2,
+and `scalar_to_array` is a constant; 256 images per rank, 64 pixels wide in the place of 224; 4 epochs in the place of
+10; data parallel without a mode of MindSpore's; `ms.set_seed(1)`; `holdfast.mindspore.train` in the place of
+`model.train`. The last line writes the weights for the test.
 """
 
 import os
@@ -94,7 +94,7 @@ class SoftmaxCrossEntropyExpand(nn.Cell):
             label = self.onehot(label, ops.shape(logit)[1], self.on_value, self.off_value)
         softmax_result_log = self.log(softmax_result)
         loss = self.sum_cross_entropy((self.mul(softmax_result_log, label)), -1)
-        loss = self.mul2(ops.scalar_to_array(-1.0), loss)
+        loss = self.mul2(Tensor(-1.0, mstype.float32), loss)
         return self.mean(loss, -1)
 
 
