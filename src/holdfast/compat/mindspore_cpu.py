@@ -14,6 +14,8 @@ What is patched, and nothing else:
    ``tft_saved_checkpoints-step_N``: a link of that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
 6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``): the
    dying checkpoint of one rank stands for all, so all have to start alike.
+7. ``TrainFaultTolerance`` counts steps from where ``dataset.set_init_step`` put the data: 2.10 counts from 0 after a
+   resume, so a second dying checkpoint would name a step that was done long before.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def apply() -> None:
     callback._stop_device = _nothing
     callback.clean_tdt_channel = _nothing
     callback.TrainFaultTolerance.get_optimizer_wrapper = classmethod(_wrapper_of)
+    callback.TrainFaultTolerance.on_train_begin = _counted_on(callback.TrainFaultTolerance.on_train_begin)
     callback._rename_save_result = _under_both_names(callback._rename_save_result)
     cell_wrapper: Any = importlib.import_module("mindspore.nn.wrap.cell_wrapper")
     utils: Any = importlib.import_module("mindspore.utils")
@@ -121,6 +124,18 @@ def _load_saved_at_exit(file_name: str, net: Any) -> None:
             step = values[STEP_NAME].asnumpy().reshape(parameter.shape)
             values[STEP_NAME] = Parameter(Tensor(step, parameter.dtype), name=STEP_NAME)
     ms.load_param_into_net(net, values)
+
+
+def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``TrainFaultTolerance.on_train_begin`` of a training that may begin at a later step."""
+
+    def on_train_begin(self: Any, run_context: Any) -> None:
+        original(self, run_context)
+        training = run_context.original_args()
+        if not training.cur_step_num and not getattr(self, "initial_step", 0):
+            training.cur_step_num = training.train_dataset.get_init_step()
+
+    return on_train_begin
 
 
 def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
