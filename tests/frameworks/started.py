@@ -12,7 +12,7 @@ from holdfast import journal
 from tests.frameworks.launched import quiet_port, until
 
 BIN = Path(sys.executable).parent
-BOUND_S = 240
+BOUND_S = 400
 MARK = "JOB_FOLDER"
 """Variable that tells the processes of one folder from all others."""
 

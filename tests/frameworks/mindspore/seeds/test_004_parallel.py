@@ -15,8 +15,8 @@ from tests.frameworks.mindspore.seeds.samples import copied, same
 from tests.frameworks.started import BOUND_S, Started, kill_rank, log_of, processes
 
 IMAGES, RANKS = 512, 2
-STEPS = 8
-"""Of an epoch of the ResNet, which reads 256 images of its shard."""
+STEPS = 4
+"""Of an epoch of the ResNet, which reads 128 images of its shard."""
 
 EPOCHS = 4
 TABLE = "rank_table_2pcs.json"

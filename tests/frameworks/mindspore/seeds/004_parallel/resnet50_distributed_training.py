@@ -2,7 +2,7 @@
 
 Lines that differ from the document: the device is a CPU, so `init()`, which makes HCCL's group, is left out, and
 `get_rank` and `get_group_size` read the variables of run.sh or mpirun; `c_transforms` has its name of MindSpore 2,
-and `scalar_to_array` is a constant; 256 images per rank, 64 pixels wide in the place of 224; 4 epochs in the place of
+and `scalar_to_array` is a constant; 128 images per rank, 32 pixels wide in the place of 224; 4 epochs in the place of
 10; data parallel without a mode of MindSpore's; `ms.set_seed(1)`; `holdfast.mindspore.train` in the place of
 `model.train`. The last line writes the weights for the test.
 """
@@ -38,14 +38,14 @@ def get_group_size():
 
 
 def create_dataset(data_path, repeat_num=1, batch_size=32, rank_id=0, rank_size=1):
-    resize_height = 64
-    resize_width = 64
+    resize_height = 32
+    resize_width = 32
     rescale = 1.0 / 255.0
     shift = 0.0
     # get rank_id and rank_size
     rank_id = get_rank()
     rank_size = get_group_size()
-    data_set = ds.Cifar10Dataset(data_path, num_samples=256, num_shards=rank_size, shard_id=rank_id)
+    data_set = ds.Cifar10Dataset(data_path, num_samples=128, num_shards=rank_size, shard_id=rank_id)
     # define map operations
     random_crop_op = vision.RandomCrop((32, 32), (4, 4, 4, 4))
     random_horizontal_op = vision.RandomHorizontalFlip()
