@@ -7,15 +7,24 @@ What is patched, and nothing else:
 3. The optimizer wrapper reduces its flag as float32, because CPU's AllReduce has no int32, and reports the beginning of
    an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
 4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and one rank that was asked is enough: so
-   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself.
-5. ``train.TFTRegister``, which 2.10 has renamed, is there again.
+   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself. The checkpoint that it
+   writes, and that 2.10 cannot load (it adds a scalar under the name of the optimizer's ``global_step``), is loaded by
+   the next start, without the request that led to it.
+5. ``train.TFTRegister``, which 2.10 has renamed, is there again. Releases that had it published a dying checkpoint as
+   ``tft_saved_checkpoints-step_N``: a link of that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
+6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``): the
+   dying checkpoint of one rank stands for all, so all have to start alike.
+7. ``TrainFaultTolerance`` counts steps from where ``dataset.set_init_step`` put the data: 2.10 counts from 0 after a
+   resume, so a second dying checkpoint would name a step that was done long before.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -32,6 +41,13 @@ REFUSED = ("UCE:1", "ARF:1", "HCCE:1", "TSP:1")
 CALLBACK = "mindspore.train.callback._train_fault_tolerance"
 ASKING = (CALLBACK, "mindspore.utils.utils")
 PORT_VARIABLE, ADDRESS_VARIABLE = "MS_TFT_PORT", "MS_TFT_IP"
+PUBLISHED, PUBLISHED_BEFORE = "ttp_saved_checkpoints-step_", "tft_saved_checkpoints-step_"
+"""How the name of a dying checkpoint begins: in 2.10, and in the releases that had ``TFTRegister``."""
+
+EXIT_NAMES, STEP_NAME = ("graceful_exit", "graceful_init"), "global_step"
+"""Parameters of a training cell: the request to leave and its answer, and the steps of the optimizer."""
+
+log = logging.getLogger("holdfast")
 _applied = False
 
 
@@ -61,10 +77,13 @@ def apply() -> None:
     callback._stop_device = _nothing
     callback.clean_tdt_channel = _nothing
     callback.TrainFaultTolerance.get_optimizer_wrapper = classmethod(_wrapper_of)
+    callback.TrainFaultTolerance.on_train_begin = _counted_on(callback.TrainFaultTolerance.on_train_begin)
+    callback._rename_save_result = _under_both_names(callback._rename_save_result)
     cell_wrapper: Any = importlib.import_module("mindspore.nn.wrap.cell_wrapper")
     utils: Any = importlib.import_module("mindspore.utils")
     cell_wrapper.ExitByRequest = utils.ExitByRequest = ExitByRequest
     leaving: Any = importlib.import_module("mindspore.train.callback._on_request_exit")
+    leaving.load_checkpoint = _load_saved_at_exit
     leaving.OnRequestExit.on_train_step_begin = _look_always(leaving.OnRequestExit.on_train_step_begin)
     nn.OptTFTWrapper = OptTFTWrapper
     train.TFTRegister = TFTRegister
@@ -95,6 +114,47 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
     return on_train_step_begin
 
 
+def _load_saved_at_exit(file_name: str, net: Any) -> None:
+    """``load_checkpoint`` where ``OnRequestExit`` loads what it wrote at an exit."""
+    values = ms.load_checkpoint(file_name)
+    for name in EXIT_NAMES:
+        values.pop(name, None)
+    for parameter in net.get_parameters():
+        if parameter.name == STEP_NAME and STEP_NAME in values:
+            step = values[STEP_NAME].asnumpy().reshape(parameter.shape)
+            values[STEP_NAME] = Parameter(Tensor(step, parameter.dtype), name=STEP_NAME)
+    ms.load_param_into_net(net, values)
+
+
+def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``TrainFaultTolerance.on_train_begin`` of a training that may begin at a later step."""
+
+    def on_train_begin(self: Any, run_context: Any) -> None:
+        original(self, run_context)
+        training = run_context.original_args()
+        if not training.cur_step_num and not getattr(self, "initial_step", 0):
+            training.cur_step_num = training.train_dataset.get_init_step()
+
+    return on_train_begin
+
+
+def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    """``_rename_save_result``, which also links the older name of the directory to it: no data is doubled."""
+
+    def _rename_save_result(step: int, cb_ctx: Any) -> None:
+        if cb_ctx.save_cb is None and getattr(cb_ctx, "has_older_name", False):
+            link = Path(cb_ctx.ckpt_save_path) / f"{PUBLISHED_BEFORE}{step}"
+            try:  # before the directory itself: once that is published, both names lead to it
+                link.symlink_to(f"{PUBLISHED}{step}", target_is_directory=True)
+            except OSError as error:
+                if not link.is_symlink():
+                    log.warning("holdfast: %s: %s; the dying checkpoint is in %s%d beside it",
+                                link, error.strerror, PUBLISHED, step)  # fmt: skip
+        original(step, cb_ctx)
+
+    return _rename_save_result
+
+
 def _nothing(*_arguments: Any) -> int:
     return 0
 
@@ -110,7 +170,9 @@ def _begin(flag: Any) -> Any:
 
 
 def _add_report(cell: Any) -> None:
-    """What the update waits for: the flag of all ranks, then our gate."""
+    """What the update waits for: the flag of all ranks, then our gate. Before a Model is made of the optimizer."""
+    if ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL:
+        ms.set_auto_parallel_context(parameter_broadcast=True)
     cell.tft_depend = ops.Depend()
     cell.tft_sum = ops.AllReduce()
     cell.tft_begin = ops.Custom(_begin, _same, _same, func_type="pyfunc")
@@ -182,4 +244,6 @@ def TFTRegister(ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path:
     """``train.TFTRegister``: the callback, with the address of the controller; rank 0 starts it, whatever is said."""
     os.environ.setdefault(ADDRESS_VARIABLE, ctrl_ip)
     os.environ.setdefault(PORT_VARIABLE, str(ctrl_port))
-    return train.TrainFaultTolerance(ckpt_save_path)
+    callback = train.TrainFaultTolerance(ckpt_save_path)
+    callback.has_older_name = True
+    return callback

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast import journal
-from holdfast.compat.packages import remove, site, write
 from tests.frameworks.launched import quiet_port, until
+from tests.frameworks.started import BIN, BOUND_S, sweep
 
 WORLD = 4
-BOUND_S = 240
-BIN = Path(sys.executable).parent
 JOB = Path(__file__).parent / "ttp_job.py"
-pytestmark = pytest.mark.timeout(3 * BOUND_S)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    """As `holdfast compat install` leaves this environment."""
-    write(site())
-    yield
-    remove(site())
+pytestmark = [pytest.mark.timeout(3 * BOUND_S), pytest.mark.usefixtures("drop_in")]
 
 
 def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
@@ -52,17 +40,6 @@ def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
     finally:
         sweep(folder)
     return out.read_text()
-
-
-def sweep(folder: Path) -> None:
-    """End what msrun leaves behind: with --join=False, its scheduler."""
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            mine = f"JOB_FOLDER={folder}\0".encode() in entry.read_bytes()
-        except OSError:
-            continue
-        if mine:
-            os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
 def log(folder: Path) -> list[journal.Event]:
@@ -91,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[bytes]:
 def test_rank_0_is_killed_and_a_good_rank_saves(tmp_path: Path, undisturbed: set[bytes]) -> None:
     msrun(tmp_path, "{TTP:1}", "--join=False", die="0@7")
     until("the controller ends", lambda: [e for e in log(tmp_path) if e.kind == "gone"], BOUND_S)
-    saved = list(tmp_path.glob("ttp/*/*/*"))
+    saved = list(tmp_path.glob("ttp/ttp_*/*/*"))
     assert [str(path.relative_to(tmp_path)) for path in saved] == [
         "ttp/ttp_saved_checkpoints-step_7/rank_1/ttp_rank_1-1_7.ckpt"
     ]

@@ -171,10 +171,10 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
 
 
 def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Box]]) -> bytes:
-    """MindSpore's ParallelStrategyMap for all parameters."""
+    """MindSpore's ParallelStrategyMap for all parameters that have a dimension: it can read no other."""
     message = ParallelStrategyMap()
     message.current_stage = 0
-    for tensor in tensors:
+    for tensor in (each for each in tensors if each.shape):
         if not all(tensor.fqn in boxes for boxes in held.values()):
             raise StateError(
                 f"tensor {tensor.fqn!r} is not on every rank: MindSpore describes that by pipeline stages"

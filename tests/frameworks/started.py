@@ -1,0 +1,103 @@
+"""Start scripts that leave processes of their own: run one, find its workers by their environment, leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast import journal
+from tests.frameworks.launched import quiet_port, until
+
+BIN = Path(sys.executable).parent
+BOUND_S = 400
+MARK = "JOB_FOLDER"
+"""Variable that tells the processes of one folder from all others."""
+
+
+class Started:
+    """A command in ``folder``, with this Python's commands first in PATH; a context manager that leaves nothing behind.
+
+    Args:
+        folder: working directory, and the value of ``JOB_FOLDER``.
+        command: what is run. What it prints goes to ``out-N`` in ``folder``.
+        env: added to the environment.
+    """
+
+    def __init__(self, folder: Path, *command: str, env: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self._out = folder / f"out-{len(list(folder.glob('out-*')))}"
+        given = {"MASTER_PORT": str(quiet_port()), "MS_TFT_PORT": str(quiet_port()), **(env or {})}
+        with open(self._out, "wb") as stream:
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdout=stream, stderr=stream, start_new_session=True,
+                env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", MARK: str(folder), **given},
+            )  # fmt: skip
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sweep(self.folder)
+        self.process.wait(BOUND_S)
+
+    @property
+    def output(self) -> str:
+        """What the command printed."""
+        return self._out.read_text()
+
+    def wait(self) -> int:
+        """Exit code."""
+        return self.process.wait(BOUND_S)
+
+    def wait_workers(self) -> None:
+        """Until msrun and its workers have ended: with ``--join=False``, msrun ends first."""
+        self.wait()
+        until("the workers end", lambda: not processes(self.folder, MS_ROLE="MS_WORKER"), BOUND_S)
+
+    def wait_said(self, text: str, log: Path) -> None:
+        """Until ``text`` stands in ``log``."""
+
+        def said() -> bool:
+            if self.process.poll():
+                raise AssertionError(f"the command ended without {text!r}:\n{self.output}")
+            return log.exists() and text in log.read_text()
+
+        until(text, said, BOUND_S)
+
+
+def log_of(run: Path, rank: int, attempt: int = 0) -> Path:
+    """What one rank of a ``holdfast run`` printed."""
+    return run / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+
+
+def kill_rank(run: Path, rank: int) -> None:
+    """SIGKILL to the newest process of a rank of a ``holdfast run``."""
+    started = [e.data for e in journal.read(run / "events.jsonl").events if e.kind == "member_started"]
+    os.kill(next(int(each["pid"]) for each in reversed(started) if each["rank"] == rank), signal.SIGKILL)
+
+
+def processes(folder: Path, **variables: str) -> list[int]:
+    """Process ids of what was started in ``folder`` with these variables in its environment."""
+    wanted = {f"{name}={value}".encode() for name, value in {MARK: str(folder), **variables}.items()}
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            given = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted.issubset(given):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def sweep(folder: Path) -> None:
+    """End what was started in ``folder`` and still runs."""
+    for pid in processes(folder):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
