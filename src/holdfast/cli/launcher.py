@@ -373,6 +373,10 @@ class Launcher:
             return again(view)
         if code is Exit.FAILED and fault is not None and fault.kind != "exception":
             return f"holdfast report {self._name()}"  # there is no traceback
+        if code is Exit.FAILED and fault is not None and fault.what.startswith(SystemExit.__name__):
+            return (
+                f"find its sys.exit(): all ranks have to leave at the same step; holdfast logs {self._name()}"
+            )
         if code is Exit.BUDGET and alike(view.faults):
             return f"holdfast report {self._name()}  (their cause: more restarts would end in the same way)"
         return NEXT[code].format(run=self._name())

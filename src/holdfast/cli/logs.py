@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from holdfast.cli.console import marked
 from holdfast.cli.escaping import echo, echo_line
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
@@ -47,10 +48,10 @@ def logs(
         for path in _paths(log_dir, rank, attempt):
             echo(str(path))
         return 0
-    marked = rank is None and ranks > 1
+    several = rank is None and ranks > 1
     tail = LogTail(log_dir, lambda _, each: rank in (None, each))
     for number, line in _follow(watch, tail) if follow else _read(log_dir, rank, attempt):
-        echo_line(f"[rank {number}] {line}" if marked else line, raw=raw)
+        echo_line(marked(number, line) if several else line, raw=raw)
     return 0
 
 

@@ -7,7 +7,9 @@ sees is said when the script has ended.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import re
 import sys
@@ -20,6 +22,7 @@ import msgspec
 from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.errors import FaultError, StoreError, UserError
 from holdfast.runtime.client import Client
+from holdfast.runtime.frames import is_own_mistake, without_own_frames
 from holdfast.runtime.rundir import write_private
 
 FENCE_WAIT_S = 5.0
@@ -29,8 +32,14 @@ NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def show(error: BaseException) -> None:
-    """Print the traceback, and write the error file that elastic launchers read."""
-    sys.excepthook(type(error), error, error.__traceback__)
+    """Print the traceback, frames of Holdfast folded, and write the error file that elastic launchers read."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(
+        printed
+    ):  # torch's hook marks each line with the rank, a script's may do more
+        sys.excepthook(type(error), error, error.__traceback__)
+    text = printed.getvalue()
+    sys.stderr.write(text if is_own_mistake(error) else without_own_frames(text))
     _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
 
 
