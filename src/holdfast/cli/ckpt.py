@@ -17,7 +17,7 @@ import click
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from holdfast.cli.completion import files
+from holdfast.cli.completion import checkpoints, files
 from holdfast.cli.console import SafeConsole, print_table
 from holdfast.cli.contents import readable, totals
 from holdfast.cli.errors import say
@@ -85,7 +85,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
     """What CHECKPOINT holds: its save, values (learning rate, epoch, position), and tensors with totals."""
@@ -132,7 +132,7 @@ def show(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @json_option
 def verify(checkpoint: str, as_json: bool) -> int:
     """Read every byte of CHECKPOINT and compare it with its digest."""
@@ -155,7 +155,7 @@ def verify(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command(short_help="Which ranks held what when it was saved.")
-@click.argument("checkpoint", required=False, shell_complete=files)
+@click.argument("checkpoint", required=False, shell_complete=checkpoints)
 @click.argument("pattern", default="*")
 @click.option("--group-info", type=click.Path(path_type=Path), help="Read MindSpore's file (GROUP_INFO_FILE) instead "
               "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
@@ -193,7 +193,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
 
 
 @ckpt.command("repair", short_help="Rebuild damaged files from copies.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
@@ -223,7 +223,7 @@ def size_bytes(text: str) -> int:
 
 
 @ckpt.command("merge", short_help="Write whole tensors as one safetensors file.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", "max_size_bytes", type=size_bytes, help="Make TARGET a directory: "
               "model.safetensors, or files up to this size (5GB) with an index (default: one file).")  # fmt: skip
@@ -238,7 +238,7 @@ def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, 
 
 
 @ckpt.command("export", short_help="Write torch.save, DCP or Hugging Face files.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(["dcp", "torch", "hf"]), required=True, help="DCP directory, torch.save file, "
               "or a directory with the model alone in Hugging Face's form.")  # fmt: skip
