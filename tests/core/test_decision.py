@@ -51,7 +51,7 @@ def test_without_a_session_there_is_no_step() -> None:
 def test_a_sealed_checkpoint_is_evidence_too() -> None:
     decided = decide(reports("in_doubt 5, in_doubt 5"), sealed_step=6)
     assert (decided.step, decided.direction) == (6, "forward")
-    assert "a checkpoint of step 6 is sealed" in decided.evidence
+    assert "a checkpoint of step 6 is saved" in decided.evidence
 
 
 def test_evidence_names_who_proves_it() -> None:

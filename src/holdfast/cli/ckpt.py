@@ -65,7 +65,11 @@ def ckpt() -> None:
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
-    """All attempts below ROOT, newest first, and why a bad one is bad."""
+    """All checkpoints below ROOT, newest first, and why a bad one is bad.
+
+    sealed: whole, and marked so by the rank that wrote last; complete: whole, without the mark; unfinished: shares are
+    missing, a save was cut off; damaged: some files differ from what was written.
+    """
     place = _root(root)
     found = place.list(deep=deep)
     if as_json:
@@ -122,7 +126,7 @@ def show(checkpoint: str, as_json: bool) -> int:
         (t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
         for t in catalogue.tensors
     ]
-    print_table(("tensor", "dtype", "shape", "boxes", "size"), rows)
+    print_table(("tensor", "dtype", "shape", "parts", "size"), rows)
     for dtype, total in sums.items():
         echo(
             f"total {dtype}: {plural(total.tensors, 'tensor')}, {plural(total.elements, 'element')}, "
@@ -161,7 +165,10 @@ def verify(checkpoint: str, as_json: bool) -> int:
               "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
 @json_option
 def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_json: bool) -> int:
-    """Which ranks held the same box of each tensor (names like PATTERN) when CHECKPOINT was saved."""
+    """Which ranks held the same part of each tensor (names like PATTERN) when CHECKPOINT was saved.
+
+    A part is given as its first element and its size in each dimension.
+    """
     if (checkpoint is None) == (group_info is None):
         raise UsageError(
             "name a checkpoint, or a file with --group-info", hint="holdfast ckpt holders --help"
@@ -186,7 +193,7 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
         (one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
         for one in islice(found, HOLDERS_SHOWN)
     ]
-    print_table(("tensor", "dtype", "shape", "box", "ranks"), rows)
+    print_table(("tensor", "dtype", "shape", "part", "ranks"), rows)
     if next(found, None) is not None:
         echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0

@@ -354,7 +354,10 @@ def _end(exited: dict[str, Any]) -> str:
 def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
     if not planned:
         return ""
-    turn = {"forward": ", ranks in doubt went on", "back": ", ranks in doubt went back"}
+    turn = {
+        "forward": ", ranks that had not heard its vote went on",
+        "back": ", ranks that had not heard its vote went back",
+    }
     return f"the job stands at step {planned['step']}{turn.get(str(planned['decision']), '')}"
 
 

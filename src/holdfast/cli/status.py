@@ -31,6 +31,7 @@ from holdfast.wording import noun_of, plural, ranges, span
 
 WATCH_PERIOD_S = 0.5
 ALIKE_LEAST = 3
+LOSS_SHOWN_LEAST = 0.01
 OVER = ("ended", "lost")
 STATE_STYLE = {
     "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
@@ -90,6 +91,8 @@ def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
         parts.append(Hanging(Text(f"why  {first_line(view.reason)}")))
     parts.append(Hanging(Text(f"logs {near(view.logs)}", style="dim")))
     parts += [Hanging(Text(line)) for line in host_lines(view)]
+    if view.losses:
+        parts.append(Hanging(Text(f"lost {_loss_line(view)}", style="dim")))
     if view.ranks:
         parts += [Text(), *rank_parts(view, all_ranks=all_ranks)]
     parts += [Hanging(_spare_line(spare)) for spare in view.spares]
@@ -136,9 +139,21 @@ def facts(view: RunView) -> list[str]:
     if view.still_s:
         found.append(f"stands still for {span(view.still_s)}")
     if view.goodput is not None:
-        found.append(f"goodput {100 * view.goodput:.1f} %")
+        found.append(f"goodput {100 * view.goodput:.1f} %{largest_loss(view)}")
     found.append(span(view.elapsed_s))
     return found
+
+
+def largest_loss(view: RunView) -> str:
+    """Where most of the time went that was no training, where that is more than a hundredth."""
+    cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
+    return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
+
+
+def _loss_line(view: RunView) -> str:
+    """Each cause, the largest first."""
+    causes = sorted(view.losses.items(), key=lambda loss: -loss[1])
+    return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes)
 
 
 def host_lines(view: RunView) -> list[str]:

@@ -87,7 +87,7 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
     forward = any(r.step == step - 1 for r in in_doubt)
     proofs = [str(r) for r in reports if committed_floor(r) == step and r.state != "in_doubt"]
     if sealed_step == step:
-        proofs.append(f"a checkpoint of step {step} is sealed")
+        proofs.append(f"a checkpoint of step {step} is saved")
     return Decided(
         step=step,
         direction="forward" if forward else "back" if in_doubt else "none",

@@ -131,7 +131,9 @@ def words_of(error: BaseException) -> str:
 def _with_cause(text: str) -> str:
     """torch says in its first line only where an exception was caught, and in the last one which."""
     caught = _CAUGHT.match(text)
-    return f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
+    return (
+        f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
+    )
 
 
 def _text(error: BaseException) -> str:

@@ -80,7 +80,7 @@ class Plan(msgspec.Struct, frozen=True):
         """One line that names what is missing, or an empty string."""
         reasons = [f"{_ranks(self.absent)} declared no layout"] if self.absent else []
         if self.uncovered:
-            reasons.append(f"no living holder of {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
+            reasons.append(f"no living rank holds {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
         return "; ".join(reasons)
 
 
