@@ -56,7 +56,7 @@ def test_a_sealed_checkpoint_is_evidence_too() -> None:
 
 def test_evidence_names_who_proves_it() -> None:
     decided = decide(reports("in_doubt 5, in_doubt 5, dead updating 5"))
-    assert decided.evidence == ("dead rank 2 is UPDATING(5)",)
+    assert decided.evidence == ("dead rank 2 was in the update of step 5",)
 
 
 def legal_worlds() -> st.SearchStrategy[list[Report]]:

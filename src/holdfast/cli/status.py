@@ -32,6 +32,7 @@ from holdfast.wording import noun_of, plural, ranges, span
 WATCH_PERIOD_S = 0.5
 ALIKE_LEAST = 3
 LOSS_SHOWN_LEAST = 0.01
+LOSS_LEAST_S = 0.05
 OVER = ("ended", "lost")
 STATE_STYLE = {
     "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
@@ -153,7 +154,7 @@ def largest_loss(view: RunView) -> str:
 def _loss_line(view: RunView) -> str:
     """Each cause, the largest first."""
     causes = sorted(view.losses.items(), key=lambda loss: -loss[1])
-    return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes)
+    return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes if lost_s >= LOSS_LEAST_S)
 
 
 def host_lines(view: RunView) -> list[str]:
