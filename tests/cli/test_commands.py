@@ -104,3 +104,24 @@ def test_help_of_a_command(holdfast: Run) -> None:
     assert holdfast("help").stdout == holdfast("--help").stdout
     wrong = holdfast("help", "ckpt", "vrify")
     assert wrong.returncode == 2 and "no command ckpt vrify; did you mean verify?" in wrong.stderr
+
+
+QUESTIONS = (Path(__file__).resolve().parents[2] / "docs/questions.md").read_text()
+ASKED = (
+    "two nodes", "Slurm", "Kubernetes", "Ray", "slow", "Slack", "Prometheus", "TensorBoard", "Azure", "fewer GPUs",
+    "notebook", "inference", "security", "disable", "memory",
+)  # fmt: skip
+
+
+def test_each_question_has_a_heading() -> None:
+    headings = re.findall(r"^## (.+)$", QUESTIONS, re.M)
+    assert [word for word in ASKED if not any(word in heading for heading in headings)] == []
+
+
+def test_commands_in_answers_exist(holdfast: Run) -> None:
+    shown = re.findall(r"^    (?:.* )?holdfast (run|status|ckpt \w+) (.*)$", QUESTIONS, re.M)
+    assert len(shown) == 4
+    for command, words in shown:
+        known = holdfast(*command.split(), "--help").stdout
+        flags = re.findall(r"(?<!\S)--[a-z-]+", words.partition("|")[0])
+        assert [flag for flag in flags if flag not in known] == [], command

@@ -212,7 +212,10 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
     for name in done.rebuilt:
         echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
     if done.sealed:
-        echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
+        echo(
+            f"{path}: valid and sealed (whole, and marked so)"
+            + ("" if done.rebuilt else "; nothing to repair")
+        )
     return 0
 
 

@@ -112,7 +112,7 @@ FLAGS: tuple[Flag, ...] = (
              "--no-python numactl ...", env=False),
     _used("--signals-to-handle", "text", "signals that end the run gracefully", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
-    _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
+    _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the worker's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
     Flag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
          "command, and leave; torchrun's from 2.14 on", env=False),

@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.segment import Segment, Segments
@@ -32,7 +32,7 @@ class Scroller:
         self._top = 0
         self._lines = 0
         self._input: int | None = None
-        self._before: list[object] = []
+        self._before: list[Any] = []
 
     def __enter__(self) -> Scroller:
         try:
