@@ -18,8 +18,8 @@ class Exit(IntEnum):
     UNMET = 69  # the nodes of the job did not meet in time; nothing was started (EX_UNAVAILABLE)
     INTERNAL = 70  # an invariant of Holdfast is broken
     BUDGET = 74  # more faults than the restart budget allows in its window
-    REQUEUE = 75  # graceful exit, checkpoint sealed: it goes on when it is started again (EX_TEMPFAIL)
-    UNSAVED = 76  # asked or forced to leave, and no checkpoint could be sealed (before the deadline)
+    REQUEUE = 75  # graceful exit, checkpoint saved: it goes on when it is started again (EX_TEMPFAIL)
+    UNSAVED = 76  # asked or forced to leave, and no checkpoint could be saved (before the deadline)
     ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
     RESTART = 78  # worker only: leaves so that it can be restarted; no command ends with it
     INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
@@ -34,9 +34,9 @@ MEANING: dict[Exit, str] = {
     Exit.UNMET: "the nodes of the job did not meet in time; nothing was started",
     Exit.INTERNAL: "an invariant of Holdfast is broken; please report it",
     Exit.BUDGET: "more faults than the restart budget allows",
-    Exit.REQUEUE: "graceful exit, checkpoint sealed; the same command goes on if it saves to the same place",
-    Exit.UNSAVED: "asked or forced to leave (nodes are lost for good), and no checkpoint could be sealed",
-    Exit.ORPHANED: "worker lost its launcher and agent, sealed a checkpoint and left",
+    Exit.REQUEUE: "graceful exit, checkpoint saved; the same command goes on if it saves to the same place",
+    Exit.UNSAVED: "asked or forced to leave (nodes are lost for good), and no checkpoint could be saved",
+    Exit.ORPHANED: "worker lost its launcher and agent, saved a checkpoint and left",
     Exit.RESTART: "internal: worker leaves to be restarted",
     Exit.INTERRUPTED: "stopped at once by the user",
     Exit.PIPE: "who read the output has gone",

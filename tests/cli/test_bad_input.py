@@ -101,6 +101,12 @@ CASES = [
     (Exit.USAGE, ["run", "--numa-binding", "node", "train.py"], "--numa-binding is not supported", "leave"),
     (Exit.USAGE, ["run", "trian.py"], "trian.py does not exist", "did you mean train.py"),
     (Exit.USAGE, ["run", "."], "directory without __main__.py", ".py file"),
+    (
+        Exit.USAGE,
+        ["run", "-m", "train.py"],
+        "train.py is a file, and -m takes the name of a module",
+        "-m train",
+    ),
     (Exit.USAGE, ["run", "-m", "no_such_module_here"], "no module named no_such_module_here", "-m"),
     (Exit.USAGE, ["run", "--no-python", "no-such-program"], "no-such-program", "--no-python"),
     (Exit.USAGE, ["stats"], "did you mean status", "--help"),

@@ -12,6 +12,7 @@ import pytest
 from holdfast.cli import doctor, gc, listing, postmortem, stacks, view
 from holdfast.cli.main import COMMANDS
 from holdfast.drill import proof, timeline
+from holdfast.runtime.settings import RunSettings
 from holdfast.sim import forecast, summary
 from holdfast.store import root, tools, validity
 from tests.cli.command import Run
@@ -72,9 +73,55 @@ def test_runs_and_files_are_completed(holdfast: Run, tmp_path: Path) -> None:
     assert asked("holdfast status zz", 2) == asked("holdfast ckpt ls zz", 3) == "file,zz\n"
 
 
+def test_ranks_attempts_and_checkpoints_are_completed(holdfast: Run, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "alpha"
+    (run / "attempt-000").mkdir(parents=True)
+    RunSettings(run_id="alpha", nproc=12).save(run)
+    names = [f"step-{step:08}.alpha.g1.1.a1" for step in (20, 3, 100)]
+    for name in (*names, "notes"):
+        (tmp_path / "ckpts" / name).mkdir(parents=True)
+
+    def asked(*words: str) -> list[str]:
+        env = {
+            "_HOLDFAST_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1),
+        }  # fmt: skip
+        return holdfast(env=env).stdout.split()
+
+    assert asked("holdfast", "logs", "alpha", "--rank", "1") == ["plain,1", "plain,10", "plain,11"]
+    assert asked("holdfast", "stacks", "--rank", "7") == ["plain,7"]
+    assert asked("holdfast", "logs", "alpha", "--attempt", "0") == ["plain,0"]
+    assert asked("holdfast", "logs", "beta", "--rank", "1") == []
+    newest_first = [f"plain,ckpts/{names[at]}" for at in (2, 0, 1)]
+    assert asked("holdfast", "ckpt", "show", "ckpts/") == newest_first
+    assert asked("holdfast", "ckpt", "verify", "ckpts/step-00000020") == [newest_first[1]]
+    assert asked("holdfast", "ckpt", "show", "ckpts@") == [f"plain,ckpts@{step}" for step in (100, 20, 3)]
+    assert asked("holdfast", "ckpt", "show", "ck") == ["file,ck"]
+
+
 def test_help_of_a_command(holdfast: Run) -> None:
     assert holdfast("help", "status").stdout == holdfast("status", "--help").stdout
     assert holdfast("help", "ckpt", "ls").stdout == holdfast("ckpt", "ls", "--help").stdout
     assert holdfast("help").stdout == holdfast("--help").stdout
     wrong = holdfast("help", "ckpt", "vrify")
     assert wrong.returncode == 2 and "no command ckpt vrify; did you mean verify?" in wrong.stderr
+
+
+QUESTIONS = (Path(__file__).resolve().parents[2] / "docs/questions.md").read_text()
+ASKED = (
+    "two nodes", "Slurm", "Kubernetes", "Ray", "slow", "Slack", "Prometheus", "TensorBoard", "Azure", "fewer GPUs",
+    "notebook", "inference", "security", "disable", "memory",
+)  # fmt: skip
+
+
+def test_each_question_has_a_heading() -> None:
+    headings = re.findall(r"^## (.+)$", QUESTIONS, re.M)
+    assert [word for word in ASKED if not any(word in heading for heading in headings)] == []
+
+
+def test_commands_in_answers_exist(holdfast: Run) -> None:
+    shown = re.findall(r"^    (?:.* )?holdfast (run|status|ckpt \w+) (.*)$", QUESTIONS, re.M)
+    assert len(shown) == 4
+    for command, words in shown:
+        known = holdfast(*command.split(), "--help").stdout
+        flags = re.findall(r"(?<!\S)--[a-z-]+", words.partition("|")[0])
+        assert [flag for flag in flags if flag not in known] == [], command

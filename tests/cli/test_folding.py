@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.cli.folding import OWN, folded
+from holdfast.cli.folding import folded
+from holdfast.runtime.frames import OWN
 
 OWN_THREAD = f"""Thread 0x01 (most recent call first):
   File "/usr/lib/python3.11/selectors.py", line 5 in select

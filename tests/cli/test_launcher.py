@@ -59,7 +59,7 @@ def test_a_save_in_the_runs_own_directory_is_named_once(
     made.end(75, "asked by Ctrl-C")
     Launcher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
     said, then = capsys.readouterr().err.splitlines()
-    assert "checkpoint sealed" in said
+    assert "checkpoint saved" in said
     assert then.startswith(f"  next: HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same command")
     assert holdfast("status", "it").stdout.splitlines()[-1] == then.strip()
 

@@ -36,7 +36,7 @@ CORRUPTED: dict[str, Field] = {
     "nodes": ["node0"],
     "certain": True,
     "step": 20,
-    "evidence": ["body.weight[0:4]: rank 1 against 3 of 4 holders"],
+    "evidence": ["body.weight[0:4]: rank 1 against 3 of 4 ranks that hold it"],
 }
 
 
@@ -118,7 +118,7 @@ def test_one_screen_says_who_why_and_what_next(
         assert word in shown
     assert len(shown.splitlines()) <= SCREEN_LINES
     assert report.recovered and report.lost_s == TIMES["resumed_s"] and report.in_doubt == 1
-    assert "ranks in doubt went back" in shown and "step-00000020.it" in shown
+    assert "ranks that had not heard its vote went back" in shown and "step-00000020.it" in shown
     assert [t.phase for t in report.timeline][-1] == "resumed" and sum(
         t.took_s for t in report.timeline
     ) == 2.25
@@ -212,9 +212,9 @@ def test_the_command(tmp_path: Path, holdfast: Run) -> None:
     calm = Made(tmp_path, "calm")
     calm.start(0, 1)
     assert holdfast("report", "calm").stdout == "run calm had no fault\n"
-    calm.end(75, "asked to exit (launcher lost): step 40 is sealed")
+    calm.end(75, "asked to exit (launcher lost): step 40 is saved")
     assert "ended with 75: graceful exit" in holdfast("report", "calm").stdout
-    assert "why  asked to exit (launcher lost): step 40 is sealed" in holdfast("status", "calm").stdout
+    assert "why  asked to exit (launcher lost): step 40 is saved" in holdfast("status", "calm").stdout
     Made(tmp_path, "never-started")
     gone = holdfast("stacks", "never-started")
     assert gone.returncode == 2 and "no living worker" in gone.stderr

@@ -321,7 +321,7 @@ def test_without_a_session_there_is_nothing_to_save(made: Made) -> None:
     view = view_of(made, 76)
     assert "no session was open" in view.meaning and again(view).endswith("where the script itself resumes")
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
-    assert "no checkpoint could be sealed" in Watch(made.directory, made.settings).poll().meaning
+    assert "no checkpoint could be saved" in Watch(made.directory, made.settings).poll().meaning
 
 
 @pytest.mark.parametrize(
@@ -436,24 +436,11 @@ def test_logs_that_do_not_exist(holdfast: Run, made: Made, args: list[str], says
     assert result.returncode == 2 and says in result.stderr
 
 
-def test_goodput_counts_the_union(made: Made) -> None:
-    made.start(0, 1)
-    made.fault()
-    second: dict[str, Field] = {**FAULT, "rank": 0, "member_id": 1}
-    made.journal.append("detected", second)
-    made.recover()
-    made.journal.append("recovered", {**second, "steps_lost": 0, **TIMES})
-    watch = Watch(made.directory, made.settings)
-    view = watch.poll()
-    assert [f.recovered_s for f in view.faults] == [2.25, 2.25]
-    assert view.goodput is not None and 0.7 < view.goodput < 0.8
-    assert not watch.story.recovering
-
-
 def test_a_job_that_stands_loses_goodput_and_one_in_its_first_step_has_none(made: Made) -> None:
     made.settings = msgspec.structs.replace(made.settings, created_at=time.time() - 100.0)
     made.start(0, 1)
-    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    opened: dict[str, Field] = {"step": 0, "root": "", "generation": "1.1"}
+    made.journal.append("session_opened", opened, said=Said(time.time() - 95.0, 5.0))
     for page, phase in zip(made.pages, (Phase.BACKWARD, Phase.READY), strict=True):
         page.place(0, phase)
         page[Word.ENTERED_NS] = time.monotonic_ns() - 60 * 10**9

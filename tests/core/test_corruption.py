@@ -44,7 +44,7 @@ def test_the_odd_one_out(
 
 def test_the_evidence_names_the_place() -> None:
     found = suspects(told({(0, 1, 2, 3): {0: 5, 1: 5, 2: 6, 3: 5}}), range(4))
-    assert found.places == ("w: rank 2 against 3 of 4 holders",)
+    assert found.places == ("w: rank 2 against 3 of 4 ranks that hold it",)
 
 
 def test_the_dead_have_no_vote() -> None:

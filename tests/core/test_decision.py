@@ -51,12 +51,12 @@ def test_without_a_session_there_is_no_step() -> None:
 def test_a_sealed_checkpoint_is_evidence_too() -> None:
     decided = decide(reports("in_doubt 5, in_doubt 5"), sealed_step=6)
     assert (decided.step, decided.direction) == (6, "forward")
-    assert "a checkpoint of step 6 is sealed" in decided.evidence
+    assert "a checkpoint of step 6 is saved" in decided.evidence
 
 
 def test_evidence_names_who_proves_it() -> None:
     decided = decide(reports("in_doubt 5, in_doubt 5, dead updating 5"))
-    assert decided.evidence == ("dead rank 2 is UPDATING(5)",)
+    assert decided.evidence == ("dead rank 2 was in the update of step 5",)
 
 
 def legal_worlds() -> st.SearchStrategy[list[Report]]:

@@ -40,7 +40,7 @@ def test_graceful_exit_is_told_agreed_and_coded() -> None:
     for rank in range(3):
         job.exit(rank, state="finished", code=75)
     assert job.outcome().code == Exit.REQUEUE
-    assert job.outcome().reason == "asked to exit (command line): step 9 is sealed"
+    assert job.outcome().reason == "asked to exit (command line): step 9 is saved"
     assert any(isinstance(c, Send) and isinstance(c.message, EndRun) for c in job.last)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import holdfast
 from holdfast.core.culprit import blame
 from holdfast.core.ladder import judge
 from holdfast.wording import noun_of, plural
@@ -23,3 +29,37 @@ def test_reasons_of_one() -> None:
     back = judge(0.0, situation(uncovered="shard 1 is gone", memory_here=19, memory_step=19), [], CONFIG)
     assert "1 step is done again" in back.reason
     assert "the other got to" in blame([seen(0), seen(1, "forward:20:0")]).reason
+
+
+INNER = re.compile(r"\b(rungs?|tiers?|sealed|seals|generations?|box|boxes|holders|in doubt|process life)\b")
+MEANT = {
+    "valid and sealed (whole, and marked so)",
+    "holdfast ckpt holders --help",
+}  # said with its meaning; a command
+
+
+def said_by(module: Path) -> Iterator[str]:
+    """Texts of more than one word that are no documentation."""
+    tree = ast.parse(module.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            if " " in node.value.strip():
+                yield node.value
+
+
+RINGS = (
+    "cli", "session", "integrations", "core/ladder.py", "core/ending.py", "core/decision.py", "core/recovery.py",
+    "core/corruption.py", "core/gasp.py", "exits.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_words_of_the_protocol_are_not_shown_without_their_meaning(ring: str) -> None:
+    place = Path(holdfast.__file__).parent / ring
+    said = [
+        text for module in ([place] if place.is_file() else place.glob("*.py")) for text in said_by(module)
+    ]
+    shown = [text for text in said if INNER.search(text) and not any(words in text for words in MEANT)]
+    inner = {text for text in shown if text.startswith(("no rung answers step", " is replaced while"))}
+    assert set(shown) - inner == set()

@@ -79,7 +79,7 @@ def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Pat
         assert started["nodes"] == ["node0", "node0", "node1", "node1"]
         kinds = [[(e.kind, e.data["line"]) for e in hosts.events(i) if e.who == "controller"] for i in (0, 1)]
         assert kinds[0] == kinds[1], "both logs hold all lines of the controller"
-        assert "seals a checkpoint" in hosts.output(0), "two nodes: what a loss means is said at the start"
+        assert "saves a checkpoint" in hosts.output(0), "two nodes: what a loss means is said at the start"
         assert all(os.stat(hosts.run(i).path / "token").st_mode & 0o077 == 0 for i in (0, 1))
         assert not hosts.pids(0) and not hosts.pids(1)
 

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
+from multiprocessing import process
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from holdfast.runtime.page import Page
 from holdfast.runtime.procs import recorded_members, sweep
 from holdfast.runtime.remains import YOUNG_S, Remains
 from holdfast.runtime.rundir import OWNER, RunDir
+from holdfast.runtime.sockets import remove_sockets_of, sockets_of, use_sockets_of
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.runtime.runs import Run, without_torch
 
@@ -99,3 +102,48 @@ def test_the_next_run_removes_what_killed_ones_have_left(tmp_path: Path) -> None
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=60)
         assert [place.exists() for place in places] == [False, True]
         living.stop()
+
+
+KILLED = """
+import os, signal
+from multiprocessing import Process, util
+
+def work():
+    open(util.get_temp_dir() + "/listener", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    child = Process(target=work)
+    child.start()
+    child.join()
+    print("child:", child.exitcode)
+"""
+
+
+@pytest.mark.processes
+def test_killed_loader_workers_leave_no_directories(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = clean_environment({**without_torch(tmp_path), "TMPDIR": str(scratch)})
+    command = [HOLDFAST, "run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "child: -9" in done.stdout
+    assert list(scratch.glob("pymp-*")) == []
+
+
+def test_a_directory_of_sockets_that_others_can_enter_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings: dict[str, object] = {}
+    monkeypatch.setattr(process.current_process(), "_config", settings)
+    sockets_of(tmp_path).mkdir(mode=0o777)
+    sockets_of(tmp_path).chmod(0o777)
+    use_sockets_of(tmp_path)
+    assert settings == {}
+    remove_sockets_of(tmp_path)
+    use_sockets_of(tmp_path)
+    assert settings == {"tempdir": str(sockets_of(tmp_path))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def test_a_typing_error_ends_the_run_at_once(tmp_path: Path, words: str) -> None
     (tmp_path / "train.py").write_text(SCRIPT)
     done = run_job(tmp_path, 2, "--run-id", "it", "train.py", words)
     assert done.returncode == 3 and "did you mean" in done.stdout, done.stdout
+    frames = re.findall(
+        r'^(?:\[rank\d\]: |\[rank \d\] )?  (?:File "(\S+)"|\.\.\. \d frames of Holdfast)', done.stdout, re.M
+    )
+    assert frames == [str(tmp_path / "train.py"), ""] * (len(frames) // 2) and frames, done.stdout
+    assert not re.search(r"\[rank 1\] \[rank1\]", done.stdout), done.stdout
     events = journal.read(tmp_path / "runs/it/events.jsonl").events
     kinds = [e.kind for e in events]
     assert kinds.count("verdict") == 1 and kinds.count("member_started") == 2

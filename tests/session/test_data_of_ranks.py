@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,3 +57,13 @@ def test_data_that_no_sampler_shares_are_told_once(tmp_path: Path, way: str, tol
     assert done.returncode == 0, done.stdout
     said = "".join(path.read_text() for path in tmp_path.glob("runs/*/attempt-000/*.log"))
     assert said.count("all 2 copies of the model have drawn the same batch") == told, said
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_other_lengths_are_told_on_the_console_whichever_rank_finds_them(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, str(Path(__file__).with_name("unshared_job.py")), "lengths")
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(r"rank \d draws from \d+ samples, rank \d from \d+, and no", done.stdout)) == 1, (
+        done.stdout
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.errors import StepError
@@ -25,6 +27,48 @@ def test_a_training_that_never_updates_is_refused(tmp_path: Path, steps: int) ->
             with step as batch:
                 (job.net(batch[0]) - batch[1]).square().mean().backward()
                 job.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mistake", ["no backward", "gradients removed before the update"])
+def test_a_training_whose_optimizer_has_no_gradients_is_refused(tmp_path: Path, mistake: str) -> None:
+    job = Job()
+    with (
+        pytest.raises(StepError, match=r"10 blocks .* no gradient was there .*test_empty\.py:\d+") as refused,
+        holdfast.session(model=job.net, optimizer=job.optimizer, checkpoint=tmp_path) as s,
+    ):
+        for step in s.steps(job.loader, until=30):
+            with step as batch:
+                loss = (job.net(batch[0]) - batch[1]).square().mean()
+                if mistake != "no backward":
+                    loss.backward()
+                    job.optimizer.zero_grad()
+                job.optimizer.step()
+    assert "zero_grad() after it" in refused.value.hint
+
+
+class Searching(torch.optim.Optimizer):
+    """Computes no gradients: it moves weights by itself."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Move."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(1e-3)
+
+
+def test_an_optimizer_that_needs_no_gradients_is_no_mistake(tmp_path: Path) -> None:
+    job = Job()
+    optimizer = Searching(job.net.parameters())
+    with holdfast.session(model=job.net, optimizer=optimizer, checkpoint=tmp_path) as s:
+        for step in s.steps(job.loader, until=15):
+            with step as batch:
+                job.net(batch[0])
+                optimizer.step()
+    assert s.step == 15
 
 
 def test_a_training_may_begin_with_blocks_that_leave_their_batch_out(tmp_path: Path) -> None:

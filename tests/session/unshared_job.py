@@ -1,4 +1,5 @@
-"""Two ranks with the same dataset: ``python unshared_job.py WAY``; only in the way ``shared`` a sampler deals it."""
+"""Two ranks: ``python unshared_job.py WAY``. ``shared``: a sampler deals their dataset, ``alone``: none does,
+``lengths``: none does, and that of rank 1 is longer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def main(way: str) -> None:
     """Train."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(24, 8))
+    data = TensorDataset(torch.randn(32 if way == "lengths" and dist.get_rank() == 1 else 24, 8))
     sampler: DistributedSampler[Any] | None = DistributedSampler(data) if way == "shared" else None
     loader = DataLoader(data, 4, sampler=sampler)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))

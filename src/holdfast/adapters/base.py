@@ -354,6 +354,9 @@ class Gradients(Protocol):
             optimizer: the one that is about to step; others of the session may be looked at with it.
         """
 
+    def weights_alone(self) -> int | None:
+        """A number that grows with each write to a weight; None: a weight has a gradient, which will change it."""
+
     def drop(self) -> None:
         """The optimizers that step in this block change nothing."""
 

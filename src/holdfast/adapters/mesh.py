@@ -452,7 +452,7 @@ def meet(
     # In slices: a fence that comes before the request is queued would not end it.
     while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
         if client.fenced or reply.error == "fenced":
-            raise GroupError("a new generation began while the ranks were meeting")
+            raise GroupError("a recovery began while the ranks were meeting")
         if reply.error == "orphaned":
             raise GroupError("launcher and agent were lost while the ranks were meeting")
     if not reply.ok:

@@ -17,7 +17,7 @@ import click
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from holdfast.cli.completion import files
+from holdfast.cli.completion import checkpoints, files
 from holdfast.cli.console import SafeConsole, print_table
 from holdfast.cli.contents import readable, totals
 from holdfast.cli.errors import say
@@ -65,7 +65,11 @@ def ckpt() -> None:
 @click.option("--deep", is_flag=True, help="Read and verify every byte.")
 @json_option
 def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
-    """All attempts below ROOT, newest first, and why a bad one is bad."""
+    """All checkpoints below ROOT, newest first, and why a bad one is bad.
+
+    sealed: whole, and marked so by the rank that wrote last; complete: whole, without the mark; unfinished: shares are
+    missing, a save was cut off; damaged: some files differ from what was written.
+    """
     place = _root(root)
     found = place.list(deep=deep)
     if as_json:
@@ -85,7 +89,7 @@ def list_checkpoints(root: str, deep: bool, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @json_option
 def show(checkpoint: str, as_json: bool) -> int:
     """What CHECKPOINT holds: its save, values (learning rate, epoch, position), and tensors with totals."""
@@ -122,7 +126,7 @@ def show(checkpoint: str, as_json: bool) -> int:
         (t.fqn, t.dtype, str(list(t.shape)), str(len(catalogue.boxes(t))), _size(t.size_bytes))
         for t in catalogue.tensors
     ]
-    print_table(("tensor", "dtype", "shape", "boxes", "size"), rows)
+    print_table(("tensor", "dtype", "shape", "parts", "size"), rows)
     for dtype, total in sums.items():
         echo(
             f"total {dtype}: {plural(total.tensors, 'tensor')}, {plural(total.elements, 'element')}, "
@@ -132,7 +136,7 @@ def show(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command()
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @json_option
 def verify(checkpoint: str, as_json: bool) -> int:
     """Read every byte of CHECKPOINT and compare it with its digest."""
@@ -155,13 +159,16 @@ def verify(checkpoint: str, as_json: bool) -> int:
 
 
 @ckpt.command(short_help="Which ranks held what when it was saved.")
-@click.argument("checkpoint", required=False, shell_complete=files)
+@click.argument("checkpoint", required=False, shell_complete=checkpoints)
 @click.argument("pattern", default="*")
 @click.option("--group-info", type=click.Path(path_type=Path), help="Read MindSpore's file (GROUP_INFO_FILE) instead "
               "of a checkpoint: the ranks whose slices can stand in for each other.")  # fmt: skip
 @json_option
 def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_json: bool) -> int:
-    """Which ranks held the same box of each tensor (names like PATTERN) when CHECKPOINT was saved."""
+    """Which ranks held the same part of each tensor (names like PATTERN) when CHECKPOINT was saved.
+
+    A part is given as its first element and its size in each dimension.
+    """
     if (checkpoint is None) == (group_info is None):
         raise UsageError(
             "name a checkpoint, or a file with --group-info", hint="holdfast ckpt holders --help"
@@ -186,14 +193,14 @@ def holders(checkpoint: str | None, pattern: str, group_info: Path | None, as_js
         (one.fqn, one.dtype, str(list(one.shape)), str(one.box), ranges(one.ranks))
         for one in islice(found, HOLDERS_SHOWN)
     ]
-    print_table(("tensor", "dtype", "shape", "box", "ranks"), rows)
+    print_table(("tensor", "dtype", "shape", "part", "ranks"), rows)
     if next(found, None) is not None:
         echo(f"... the first {HOLDERS_SHOWN} of more: give a narrower PATTERN, or --json for all")
     return 0
 
 
 @ckpt.command("repair", short_help="Rebuild damaged files from copies.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.option("--dry-run", is_flag=True, help="Only say what would be rebuilt, or why it cannot be.")
 @json_option
 def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
@@ -205,7 +212,10 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
     for name in done.rebuilt:
         echo(f"{'would rebuild' if dry_run else 'rebuilt'} {path / name}")
     if done.sealed:
-        echo(f"{path}: valid and sealed" + ("" if done.rebuilt else "; nothing to repair"))
+        echo(
+            f"{path}: valid and sealed (whole, and marked so)"
+            + ("" if done.rebuilt else "; nothing to repair")
+        )
     return 0
 
 
@@ -223,7 +233,7 @@ def size_bytes(text: str) -> int:
 
 
 @ckpt.command("merge", short_help="Write whole tensors as one safetensors file.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--max-shard-size", "max_size_bytes", type=size_bytes, help="Make TARGET a directory: "
               "model.safetensors, or files up to this size (5GB) with an index (default: one file).")  # fmt: skip
@@ -238,7 +248,7 @@ def merge_checkpoint(checkpoint: str, target: Path, max_size_bytes: int | None, 
 
 
 @ckpt.command("export", short_help="Write torch.save, DCP or Hugging Face files.")
-@click.argument("checkpoint", shell_complete=files)
+@click.argument("checkpoint", shell_complete=checkpoints)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(["dcp", "torch", "hf"]), required=True, help="DCP directory, torch.save file, "
               "or a directory with the model alone in Hugging Face's form.")  # fmt: skip

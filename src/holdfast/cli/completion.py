@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from holdfast.cli.escaping import echo
 from holdfast.cli.flags import FLAGS
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from holdfast.runtime.rundir import RunDir
+    from holdfast.runtime.settings import RunSettings
 
 PROGRAM = "holdfast"
 VARIABLE = "_HOLDFAST_COMPLETE"  # click's own name for it
@@ -59,5 +66,62 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
     from holdfast.cli.find import RUNS, runs_below
 
     base = Path(str(ctx.params.get("run_dir") or RUNS))
-    names = [path.name for path in runs_below(base) if path.name.startswith(incomplete)]
-    return [CompletionItem(name) for name in names] or files(ctx, parameter, incomplete)
+    return _begun((path.name for path in runs_below(base)), incomplete) or files(ctx, parameter, incomplete)
+
+
+def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The ranks of the run that is named before, else of the newest one."""
+    try:
+        _, settings = _run_of(ctx)
+    except HoldfastError:
+        return []
+    return _begun(map(str, range(settings.workers)), incomplete)
+
+
+def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The attempts of that run that have logs."""
+    from holdfast.cli.tail import attempts as numbers
+    from holdfast.cli.view import Watch
+
+    try:
+        log_dir = Watch(*_run_of(ctx)).log_dir
+    except HoldfastError:
+        return []
+    return _begun(map(str, numbers(log_dir)), incomplete)
+
+
+def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Below a root: its checkpoints, newest first, or their steps after ``ROOT@``; elsewhere files."""
+    root, at, _ = incomplete.rpartition("@")
+    parent = root if at else incomplete.rpartition("/")[0]
+    newest_first = _attempts_in(Path(parent or "."))
+    if at:
+        return _begun(
+            (f"{root}@{step}" for step in dict.fromkeys(step for step, _ in newest_first)), incomplete
+        )
+    found = _begun((f"{parent}/{name}" if parent else name for _, name in newest_first), incomplete)
+    return found or files(ctx, parameter, incomplete)
+
+
+def _run_of(ctx: click.Context) -> tuple[RunDir, RunSettings]:
+    """The run that stands on the line. Raises: UsageError."""
+    from holdfast.cli.find import RUNS, find_run
+
+    left = iter(ctx.args)  # click stops at an option without its value, and sorts nothing then
+    return find_run(ctx.params.get("run") or next(left, None), str(ctx.params.get("run_dir") or RUNS))
+
+
+def _attempts_in(root: Path) -> list[tuple[int, str]]:
+    """(step, name) of each attempt, newest first; whether they are valid is not looked at."""
+    from holdfast.store.manifest import attempt_key
+
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    keyed = [(key, name) for name in names if (key := attempt_key(name))]
+    return [(key[0], name) for key, name in sorted(keyed, reverse=True)]
+
+
+def _begun(words: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]

@@ -37,6 +37,11 @@ def dated(text: str) -> str:
     return f"{NAME}{clock()} {text}"
 
 
+def marked(rank: int, line: str) -> str:
+    """A line of a rank with its number, once: torch puts it before the lines of a traceback, too."""
+    return f"[rank {rank}] {line.removeprefix(f'[rank{rank}]: ')}"
+
+
 class SafeConsole(Console):
     """As rich's, without highlighting; what is printed cannot drive the terminal, but styles and the status line do."""
 
@@ -131,7 +136,7 @@ class Screen:
         if self._prefix is not None:
             text = f"{self._prefix(rank)}{line}"
         else:
-            text = f"[rank {rank}] {line}" if self._marked or always_marked else line
+            text = marked(rank, line) if self._marked or always_marked else line
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(coloured(text)))
         else:

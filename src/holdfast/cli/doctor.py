@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from holdfast import journal
+from holdfast.cli.completion import run_names
 from holdfast.cli.escaping import echo, echo_json
 from holdfast.cli.find import find_run
 from holdfast.cli.preflight import no_processes_for
@@ -60,7 +61,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)
 @click.option(
     "--run-dir", "--run_dir", default="runs", help="Directory that holds the runs.", show_default=True
 )

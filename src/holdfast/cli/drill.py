@@ -29,7 +29,7 @@ from holdfast.wording import plural
 
 WORDS = {
     "detected": "the control plane knows",
-    "fenced": "the old generation is closed",
+    "fenced": "the old groups are closed",
     "quiesced": "survivors left their collectives",
     "planned": "the step is decided",
     "restored": "state taken from the survivors",

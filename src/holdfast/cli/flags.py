@@ -112,7 +112,7 @@ FLAGS: tuple[Flag, ...] = (
              "--no-python numactl ...", env=False),
     _used("--signals-to-handle", "text", "signals that end the run gracefully", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
-    _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the holder's place in the job; use "
+    _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the worker's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
     Flag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
          "command, and leave; torchrun's from 2.14 on", env=False),
@@ -131,7 +131,7 @@ FLAGS: tuple[Flag, ...] = (
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
     _own("--on-fault", "text", "auto: replace only the lost ranks where that works; restart: restart all workers; or "
-         "rungs in their order, or cause:rung (docs/ladder.md)", "auto"),
+         "answers in the order in which they are tried, or cause:answer (docs/ladder.md)", "auto"),
     _own("--spares", "whole", "processes per node that are built beforehand and take the place of a lost worker; as "
          "many as workers: one for each, whatever the script asks before its session", 0),
     _own("--hang-factor", "number", "a job that shows no progress for so many of its median steps hangs; 0: not "

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from pathlib import Path
-
 from holdfast.runtime.evidence import FRAME, INNER, MAIN
+from holdfast.runtime.frames import OWN, without_own_frames
 from holdfast.wording import plural
-
-OWN = f"{Path(__file__).parents[1]}/"
-FOLDED_LEAST = 2  # frames in a row
 
 
 def folded(stacks: str) -> str:
@@ -17,7 +12,7 @@ def folded(stacks: str) -> str:
     blocks = [block for block in stacks.strip("\n").split("\n\n") if block.strip()]
     blocks.sort(key=lambda block: (MAIN not in block, not _has_user_frame(block)))
     shown = [block for block in blocks if MAIN in block or not _is_own(block)]
-    text = "\n\n".join(_without_own_frames(block) for block in shown)
+    text = "\n\n".join(without_own_frames(block) for block in shown)
     hidden = len(blocks) - len(shown)
     note = f"({plural(hidden, 'thread')} of Holdfast: --all)" if hidden else ""
     return "\n\n".join(filter(None, (text, note))) + "\n"
@@ -33,12 +28,3 @@ def _has_user_frame(block: str) -> bool:
 
 def _is_own(block: str) -> bool:
     return not _has_user_frame(block) and any(file.startswith(OWN) for file in _files(block))
-
-
-def _without_own_frames(block: str) -> str:
-    lines: list[str] = []
-    for own, group in groupby(block.splitlines(), lambda line: line.startswith(f'  File "{OWN}')):
-        found = list(group)
-        fold = own and len(found) >= FOLDED_LEAST
-        lines += [f"  ... {len(found)} frames of Holdfast"] if fold else found
-    return "\n".join(lines)

@@ -27,7 +27,7 @@ from holdfast.cli.output import outlive_full_disk
 from holdfast.cli.postmortem import reports_of, write
 from holdfast.cli.preflight import require_start
 from holdfast.cli.resolve import Request
-from holdfast.cli.status import again, alike, facts, first_line
+from holdfast.cli.status import again, alike, facts, first_line, named
 from holdfast.cli.tail import LogTail
 from holdfast.cli.telling import Telling
 from holdfast.cli.view import FaultView, RunView, Watch, log_of, repeated
@@ -373,6 +373,10 @@ class Launcher:
             return again(view)
         if code is Exit.FAILED and fault is not None and fault.kind != "exception":
             return f"holdfast report {self._name()}"  # there is no traceback
+        if code is Exit.FAILED and fault is not None and fault.what.startswith(SystemExit.__name__):
+            return (
+                f"find its sys.exit(): all ranks have to leave at the same step; holdfast logs {self._name()}"
+            )
         if code is Exit.BUDGET and alike(view.faults):
             return f"holdfast report {self._name()}  (their cause: more restarts would end in the same way)"
         return NEXT[code].format(run=self._name())
@@ -415,4 +419,4 @@ def _why(view: RunView, fault: FaultView | None) -> str:
         last = f"; rank {fault.rank}: {first_line(fault.what)}: {told}"
     elif view.code == Exit.BUDGET and (told := alike(view.faults)):
         last = f"; {told}"
-    return f": {why}" + (f" ({rank})" if rank and not why.startswith(rank) else "") + last
+    return f": {named(why)}" + (f" ({rank})" if rank and not why.startswith(rank) else "") + last

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+from holdfast.cli.completion import attempts as attempts_of_run
+from holdfast.cli.completion import ranks as ranks_of_run
+from holdfast.cli.console import marked
 from holdfast.cli.escaping import echo, echo_line
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.tail import FileTail, LogTail, attempts, ranks_of
@@ -20,8 +23,18 @@ FOLLOW_POLL_S = 0.2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_argument
-@click.option("--rank", type=int, help="Only this rank of the job (default: all, each line marked).")
-@click.option("--attempt", type=int, help="Only this attempt (default: all; each restart is one).")
+@click.option(
+    "--rank",
+    type=int,
+    shell_complete=ranks_of_run,
+    help="Only this rank of the job (default: all, each line marked).",
+)
+@click.option(
+    "--attempt",
+    type=int,
+    shell_complete=attempts_of_run,
+    help="Only this attempt (default: all; each restart is one).",
+)
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
 @click.option("--raw", is_flag=True, help="With every control character that a rank printed, as it is.")
 @click.option("--paths", is_flag=True, help="Print the paths of the logs instead.")
@@ -47,10 +60,10 @@ def logs(
         for path in _paths(log_dir, rank, attempt):
             echo(str(path))
         return 0
-    marked = rank is None and ranks > 1
+    several = rank is None and ranks > 1
     tail = LogTail(log_dir, lambda _, each: rank in (None, each))
     for number, line in _follow(watch, tail) if follow else _read(log_dir, rank, attempt):
-        echo_line(f"[rank {number}] {line}" if marked else line, raw=raw)
+        echo_line(marked(number, line) if several else line, raw=raw)
     return 0
 
 

@@ -278,7 +278,7 @@ def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
         )
     if nodes.most == 2 and not settings.witness:
         notes.append(
-            "two nodes are no majority of each other: when one is lost, the other one seals a checkpoint and "
+            "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "
             "asks to be started again (--witness DIR lets it go on)"
         )
     return tuple(notes)

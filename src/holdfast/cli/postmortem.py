@@ -284,7 +284,8 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         ]
     if fault.kind == "signal":
         hints = {
-            "6": "it gave up by itself: what it asserted or threw is in its output, if it said so",
+            "6": "it gave up by itself: what it asserted or threw is in its output, if it said so (of gloo: does each "
+            "rank call the same collectives, of the same size?)",
             "7": "is /dev/shm full (df /dev/shm), or was a file cut short that it had mapped (data that was replaced)?",
             "9": "was it the memory killer? dmesg | grep -i 'killed process'; in a container: "
             "grep oom_kill /sys/fs/cgroup/memory.events",
@@ -367,7 +368,10 @@ def _end(exited: dict[str, Any]) -> str:
 def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
     if not planned:
         return ""
-    turn = {"forward": ", ranks in doubt went on", "back": ", ranks in doubt went back"}
+    turn = {
+        "forward": ", ranks that had not heard its vote went on",
+        "back": ", ranks that had not heard its vote went back",
+    }
     return f"the job stands at step {planned['step']}{turn.get(str(planned['decision']), '')}"
 
 

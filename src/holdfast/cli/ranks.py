@@ -60,7 +60,6 @@ def _table(view: RunView, ranks: Sequence[RankView]) -> Table:
     for name in ("rank", "pid", "step", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("phase")
-    table.add_column("generation", no_wrap=True)
     busy, again = any(r.busy_s for r in ranks), any(r.repeated for r in ranks)
     if busy:
         table.add_column("busy", justify="right")
@@ -69,7 +68,7 @@ def _table(view: RunView, ranks: Sequence[RankView]) -> Table:
     for each in ranks:
         step = "" if is_unseen(view, each) else f"{each.step:,}"
         cells = [str(each.rank), str(each.pid), step, span(each.age_s)]
-        row: list[RenderableType] = [*cells, _place(view, each), each.generation]
+        row: list[RenderableType] = [*cells, _place(view, each)]
         if busy:
             row.append(_busy(each))
         if again:

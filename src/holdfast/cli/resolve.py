@@ -230,6 +230,12 @@ def _script_hint(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
+    path = Path(name)
+    if path.suffix == ".py" and path.is_file():  # to look for a module "py" in it, python runs it
+        raise ScriptError(
+            f"-m {name}: {path.name} is a file, and -m takes the name of a module",
+            hint=f"leave -m out, or write -m {name.removesuffix('.py').replace('/', '.')}",
+        )
     top = name.partition(".")[0]
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
@@ -362,7 +368,7 @@ def _spares(values: Mapping[str, Any]) -> int:
     if count and not Ladder.parse(str(values["on_fault"])).tries("replace", "memory"):
         raise UsageError(
             f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used",
-            hint="leave --spares out, or name the rung that uses them: --on-fault replace",
+            hint="leave --spares out, or name the answer that uses them: --on-fault replace",
         )
     return count
 

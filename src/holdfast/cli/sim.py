@@ -117,7 +117,8 @@ def _many(ranks: int, seeds: range, as_json: bool) -> None:
             f"{plural(result.recoveries, 'fault')} recovered"
         )
         echo(
-            f"ranks in doubt: {plural(result.in_doubt_forward, 'decision')} forward, {result.in_doubt_back} back"
+            f"ranks that had not heard a vote: {plural(result.in_doubt_forward, 'decision')} forward, "
+            f"{result.in_doubt_back} back"
         )
         echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")
         echo(f"exhaustive search of two elections of three agents: {result.election_states} states")

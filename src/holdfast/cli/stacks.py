@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 import click
 import msgspec
 
+from holdfast.cli.completion import ranks
 from holdfast.cli.escaping import echo, echo_json, shown
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.folding import folded
@@ -36,7 +37,7 @@ class RankStacks(msgspec.Struct, frozen=True):
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_argument
-@click.option("--rank", type=int, help="Only this rank.")
+@click.option("--rank", type=int, shell_complete=ranks, help="Only this rank.")
 @click.option("--all", "everything", is_flag=True, help="With the threads and frames of Holdfast.")
 @click.option("--json", "as_json", is_flag=True, help="A list of JSON objects.")
 def stacks(run: str | None, run_dir: str, rank: int | None, everything: bool, as_json: bool) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -20,6 +20,7 @@ from holdfast.cli.console import Hanging, clock, table_console
 from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.ranks import RANKS_SHOWN, rank_parts
+from holdfast.cli.scrolling import Scroller
 from holdfast.cli.view import FaultView, RunView, SpareView, Watch
 from holdfast.core.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.page import Phase
@@ -30,6 +31,9 @@ from holdfast.wording import noun_of, plural, ranges, span
 
 WATCH_PERIOD_S = 0.5
 ALIKE_LEAST = 3
+LOSS_SHOWN_LEAST = 0.01
+LOSS_LEAST_S = 0.05
+OVER = ("ended", "lost")
 STATE_STYLE = {
     "starting": "yellow", "running": "green", "recovering": "yellow", "exiting": "yellow", "lost": "red",
 }  # fmt: skip
@@ -38,7 +42,9 @@ STATE_STYLE = {
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
-@click.option("--watch", is_flag=True, help="Go on until the run is over.")
+@click.option(
+    "--watch", is_flag=True, help="Go on until the run is over, or q; arrows and page keys move it."
+)
 @click.option(
     "--all", "all_ranks", is_flag=True, help=f"A line for each rank, of more than {RANKS_SHOWN}, too."
 )
@@ -52,9 +58,7 @@ def status(run: str | None, run_dir: str, as_json: bool, watch: bool, all_ranks:
         return 0
     console = table_console()
     if watch and console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            for view in _views(looker, watch):
-                live.update(render(view, all_ranks=all_ranks), refresh=True)
+        _watch(looker, console, all_ranks=all_ranks)
         return 0
     for view in _views(looker, watch):
         console.print(render(view, all_ranks=all_ranks))
@@ -65,9 +69,20 @@ def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
     while True:
         view = looker.poll()
         yield view
-        if not watch or view.state in ("ended", "lost"):
+        if not watch or view.state in OVER:
             return
         time.sleep(WATCH_PERIOD_S)
+
+
+def _watch(looker: Watch, console: Console, *, all_ranks: bool) -> None:
+    """On a terminal, which shows a part of what is longer; all of it is left there at the end."""
+    with Scroller(console) as scroller, Live(console=console, auto_refresh=False) as live:
+        view = looker.poll()
+        while view.state not in OVER and not scroller.quit:
+            live.update(scroller.window(render(view, all_ranks=all_ranks)), refresh=True)
+            if not scroller.wait(time.monotonic() + WATCH_PERIOD_S):
+                view = looker.poll()
+        live.update(render(view, all_ranks=all_ranks), refresh=True)
 
 
 def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
@@ -77,6 +92,8 @@ def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
         parts.append(Hanging(Text(f"why  {first_line(view.reason)}")))
     parts.append(Hanging(Text(f"logs {near(view.logs)}", style="dim")))
     parts += [Hanging(Text(line)) for line in host_lines(view)]
+    if view.losses:
+        parts.append(Hanging(Text(f"lost {_loss_line(view)}", style="dim")))
     if view.ranks:
         parts += [Text(), *rank_parts(view, all_ranks=all_ranks)]
     parts += [Hanging(_spare_line(spare)) for spare in view.spares]
@@ -123,9 +140,21 @@ def facts(view: RunView) -> list[str]:
     if view.still_s:
         found.append(f"stands still for {span(view.still_s)}")
     if view.goodput is not None:
-        found.append(f"goodput {100 * view.goodput:.1f} %")
+        found.append(f"goodput {100 * view.goodput:.1f} %{largest_loss(view)}")
     found.append(span(view.elapsed_s))
     return found
+
+
+def largest_loss(view: RunView) -> str:
+    """Where most of the time went that was no training, where that is more than a hundredth."""
+    cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
+    return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
+
+
+def _loss_line(view: RunView) -> str:
+    """Each cause, the largest first."""
+    causes = sorted(view.losses.items(), key=lambda loss: -loss[1])
+    return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes if lost_s >= LOSS_LEAST_S)
 
 
 def host_lines(view: RunView) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cli.losses import Losses
 from holdfast.core.fault import SEEN, UNTIL_WHOLE
 from holdfast.core.ids import Generation, NodeId
 from holdfast.core.membership import node_order
@@ -111,9 +112,10 @@ class HostView(msgspec.Struct):
 
 
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time outside recoveries and
-    standstills, None before the first step; ``still_s``: since when no rank has moved, 0 where that is no standstill;
-    ``kept_step``: of the newest checkpoint, sealed in this run or found at its start; -1: there is none."""
+    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time that is in none of ``losses``
+    (seconds by cause, see ``losses.py``), None before the first step; ``still_s``: since when no rank has moved, 0
+    where that is no standstill; ``kept_step``: of the newest checkpoint, sealed in this run or found at its start; -1:
+    there is none."""
 
     run_id: str
     directory: str
@@ -146,6 +148,7 @@ class RunView(msgspec.Struct):
     here: str = ""  # the name of this one
     heard_at: float = 0.0  # when the newest line of the event log was written, Unix time
     found_step: int = -1  # of the checkpoint that it began with; -1: none
+    losses: dict[str, float] = {}
 
 
 class Story:
@@ -181,6 +184,7 @@ class Story:
         ] = {}  # stragglers: rank -> ratio, and median of its steps in s
         self.hosts: dict[str, str] = {}  # of several: name -> why it is gone, empty while it is there
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
+        self.losses = Losses()
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
@@ -201,6 +205,7 @@ class Story:
     def take(self, event: Event) -> None:
         """One event of any kind; unknown kinds are other readers' business."""
         self.heard_at = max(self.heard_at, event.t_wall)
+        self.losses.take(event)
         fold = getattr(self, f"_on_{event.kind}", None)
         if fold is not None:
             fold(event, event.data)
@@ -416,6 +421,8 @@ class Watch:
         code = None if story.ended is None else int(story.ended["code"])
         state = self._state(ranks)
         still_s = 0.0 if story.ended or story.recovering else _still_s(ranks)
+        losses = self._losses(now, step, still_s)
+        elapsed_s = max(0.0, now - settings.created_at)
         return RunView(
             run_id=settings.run_id,
             directory=str(self.directory.path),
@@ -433,10 +440,10 @@ class Watch:
             sealed_step=story.sealed_step,
             kept_step=max(story.sealed_step, story.found_step),
             steps_per_s=self._speed(step) if story.ended is None else None,
-            goodput=self._goodput(now, step, still_s),
+            goodput=None if losses is None else round(max(0.0, 1.0 - sum(losses.values()) / elapsed_s), 5),
             still_s=still_s,
             created_at=settings.created_at,
-            elapsed_s=round(max(0.0, now - settings.created_at), 3),
+            elapsed_s=round(elapsed_s, 3),
             ranks=ranks,
             faults=list(story.faults),
             command=list(settings.command),
@@ -448,6 +455,7 @@ class Watch:
             here=settings.node,
             heard_at=story.heard_at,
             found_step=story.found_step,
+            losses=losses or {},
         )
 
     def _state(self, ranks: list[RankView]) -> State:
@@ -495,16 +503,17 @@ class Watch:
             (to_step - from_step) / (to_s - from_s) if to_s - from_s > 1.0 and to_step > from_step else None
         )
 
-    def _goodput(self, now: float, step: int, still_s: float) -> float | None:
-        begun_s = now - self.settings.created_at
-        if begun_s <= 0 or not self.story.session or step <= max(self.story.found_step, 0):
+    def _losses(self, now: float, step: int, still_s: float) -> dict[str, float] | None:
+        """None before the first step: the start is not over."""
+        begun, story = self.settings.created_at, self.story
+        made = step - max(story.found_step, 0)
+        if now <= begun or not story.session or made <= 0:
             return None
-        lost_s, until = still_s, 0.0
-        for fault in self.story.faults:  # in the order of detection; two may share one recovery
-            end = now if fault.recovered_s is None else fault.at + fault.recovered_s
-            lost_s += max(0.0, end - max(fault.at, until))
-            until = max(until, end)
-        return round(max(0.0, 1.0 - lost_s / begun_s), 5)
+        recoveries = [
+            (fault.at, now if fault.recovered_s is None else fault.at + fault.recovered_s)
+            for fault in story.faults
+        ]
+        return story.losses.seconds(begun, now, recoveries, still_s, (made, story.steps_lost))
 
 
 def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:

@@ -179,7 +179,7 @@ def choose(groups: Iterable[Group], good: set[int]) -> tuple[dict[int, tuple[int
             if not able:
                 return (
                     {},
-                    f"part {part} of {group.shards} of the ranks {list(group.ranks)} has no sound holder left",
+                    f"part {part} of {group.shards} of the ranks {list(group.ranks)} is held by no sound rank any more",
                 )
             writer = min(able, key=lambda rank: (load.get(rank, 0), rank))
             load[writer] = load.get(writer, 0) + 1
@@ -354,7 +354,7 @@ class Controller:
         if self.phase == "stopping":
             self._decide()
         elif self.phase == "reaching":
-            self._end(f"not every holder came up to step {self.step}")
+            self._end(f"not every rank that holds a part came up to step {self.step}")
         elif self.phase == "saving":
             self._failed |= {(rank, self.step) for rank in self._writers - self._written}
             self._decide()

@@ -360,7 +360,7 @@ def ttp_init_processor(
     if len(ranks) != dp_count or replica < 1 or dp_count % replica or dp_count // replica < 2:
         raise UsageError(
             f"ttp_init_processor: {replica} parts over the {dp_count} data-parallel ranks {list(ranks)}: "
-            f"each part needs two holders",
+            f"two ranks have to hold each part",
             hint="replica = len(dp_ranks) // 2, with an even number of ranks",
         )
     _state.groups = (Group(0, ranks, replica),)

@@ -58,10 +58,12 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int])
         voters = sum(rank in members for rank in ranks_of(holders))
         if 2 * most > voters:
             odd |= wrong
-            lines.append(f"{what}: {_ranks(wrong)} against {most} of {plural(voters, 'holder')}")
+            lines.append(f"{what}: {_ranks(wrong)} against {most} of {plural(voters, 'rank')} that hold it")
         else:
             either |= set(digests)
-            lines.append(f"{what}: {_ranks(set(digests))} differ, no majority of {plural(voters, 'holder')}")
+            lines.append(
+                f"{what}: {_ranks(set(digests))} differ, no majority of {plural(voters, 'rank')} that hold it"
+            )
     ranks = odd or either
     return Suspects(ranks=tuple(sorted(ranks)), certain=bool(odd), places=tuple(lines[:PLACES_MAX]))
 

@@ -21,6 +21,18 @@ import msgspec
 
 from holdfast.core.messages import RankState
 
+STANDS: dict[RankState, str] = {
+    "starting": "is on its way to step",
+    "ready": "stands before step",
+    "compute": "was in step",
+    "voting": "was in the vote of step",
+    "updating": "was in the update of step",
+    "in_doubt": "has not heard the vote of step",
+    "aborted": "has left, undone, step",
+    "torn": "was cut off in the update of step",
+    "finished": "has finished at step",
+}
+
 
 class Report(NamedTuple):
     """Where one rank of the old generation stands: its answer to the fence, or what its page shows after its
@@ -33,7 +45,7 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         life = "" if self.alive else "dead "
-        return f"{life}rank {self.rank} is {self.state.upper()}({self.step})"
+        return f"{life}rank {self.rank} {STANDS[self.state]} {self.step}"
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +99,7 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
     forward = any(r.step == step - 1 for r in in_doubt)
     proofs = [str(r) for r in reports if committed_floor(r) == step and r.state != "in_doubt"]
     if sealed_step == step:
-        proofs.append(f"a checkpoint of step {step} is sealed")
+        proofs.append(f"a checkpoint of step {step} is saved")
     return Decided(
         step=step,
         direction="forward" if forward else "back" if in_doubt else "none",

@@ -93,7 +93,7 @@ class Ending:
     def deadline(self) -> None:
         """The graceful exit took too long."""
         if self._is_saved():
-            self._stop(Exit.REQUEUE, "the checkpoint is sealed, but not every process left in time", 0.0)
+            self._stop(Exit.REQUEUE, "the checkpoint is saved, but not every process left in time", 0.0)
         else:
             self._stop(Exit.UNSAVED, f"{self._asked()}: the deadline has passed", 0.0)
 
@@ -157,8 +157,8 @@ class Ending:
                 return Exit.FAILED, f"rank {member.rank} ended with {how} after training"
         if any(m.finished and m.finished.reason == "exit" for m in self.job.roster.members):
             if self._is_saved():
-                return Exit.REQUEUE, f"{self._asked()}: step {self.job.step} is sealed"
-            return Exit.UNSAVED, f"{self._asked()}: no checkpoint was sealed"
+                return Exit.REQUEUE, f"{self._asked()}: step {self.job.step} is saved"
+            return Exit.UNSAVED, f"{self._asked()}: no checkpoint was saved"
         return Exit.OK, f"training is done at step {self.job.step}"
 
     def _asked(self) -> str:

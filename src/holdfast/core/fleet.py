@@ -103,7 +103,7 @@ class Fleet:
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         for member_id in sorted(seen):
             if job.roster.get(member_id) is None and not job.config.library:
-                reason = "a process of an older generation"
+                reason = "a process from before a recovery"
                 kill = KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
                 job.send_node(event.node_id, kill)
         if job.roster.members:
@@ -268,7 +268,7 @@ class Fleet:
                     member_id=event.member_id,
                     generation=max(event.generation, job.generation),
                     code=int(Exit.RESTART),
-                    reason="a process of an older generation",
+                    reason="a process from before a recovery",
                 ),
             )
             return

@@ -75,7 +75,7 @@ class Gasp:
             return "sealed"
         if self.writing:
             return "writing"
-        return self._failed("all shares are written, but nobody could seal them")
+        return self._failed("all shares are written, but no rank could mark the checkpoint as whole")
 
     def _failed(self, why: str) -> Outcome:
         self.failures += 1

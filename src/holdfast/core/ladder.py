@@ -270,7 +270,7 @@ class Requeue(Rung, frozen=True):
     def consider(self, case: Case) -> Verdict | str:
         """Needs a complete last-gasp, or a checkpoint."""
         if not case.savable and not case.situation.checkpoint_known:
-            return f"{case.unsavable()}, and no checkpoint was sealed"
+            return f"{case.unsavable()}, and no checkpoint was saved"
         what = f"step {case.step} is saved" if case.savable else f"no last-gasp: {case.unsavable()}"
         return Verdict(
             action="requeue",
@@ -311,7 +311,7 @@ class Disk(Rung, frozen=True):
     def consider(self, case: Case) -> Verdict | str:
         """Needs a sealed checkpoint, or one that is being written."""
         if not case.situation.checkpoint_known:
-            return "no checkpoint was sealed"
+            return "no checkpoint was saved"
         return Verdict(
             action="restart_checkpoint",
             reason=f"no last-gasp of step {case.step}: {case.situation.uncovered}",
@@ -383,7 +383,7 @@ class Ladder(msgspec.Struct, frozen=True):
             cause, colon, rung = part.rpartition(":")
             rung = SPELLINGS.get(rung, rung)
             if rung and rung not in BY_NAME:
-                raise UsageError(f"--on-fault {part}: no rung of that name", hint=f"one of: {_words()}")
+                raise UsageError(f"--on-fault {part}: no such answer to a fault", hint=f"one of: {_words()}")
             if colon and cause not in CAUSES:
                 raise UsageError(f"--on-fault {part}: no such cause", hint=f"one of: {', '.join(CAUSES)}")
             if colon:

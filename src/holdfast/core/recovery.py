@@ -263,7 +263,7 @@ class Recovery:
         if outcome == "sealed":
             self._resume = report.save_id.directory()
             self._go("sealed")
-            self._leave(now, "the last-gasp checkpoint is sealed")
+            self._leave(now, "the last-gasp checkpoint is saved")
         elif outcome == "failed":
             self.fence(now, f"the save failed: {self.gasp.error}")
 
@@ -363,7 +363,7 @@ class Recovery:
         for member in job.roster.living:
             if not member.said_hello or not self.replacement.holds(member):
                 member.is_excused = True
-                job.kill(member, "was not connected when the generation was fenced")
+                job.kill(member, "was not connected when the recovery began")
             elif member.failed is None or member.stays:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)

@@ -70,7 +70,7 @@ class Replacement:
         if config.library:
             return "the workers belong to another launcher"
         if config.alone:
-            return "a minority only seals"
+            return "a minority of the nodes only saves"
         if not Ladder.parse(config.on_fault).tries("replace", "node", "memory"):
             return "all workers are restarted on request"
         if not all(m.live and m.opened_step is not None for m in living):

@@ -36,7 +36,7 @@ def declare(model: nn.Module, rank: int | None = None, world_size: int | None = 
             continue
         if marked.partition_stride != 1:
             raise UnsupportedError(
-                f"{name}: a partition of stride {marked.partition_stride} is not a box of the whole weight",
+                f"{name}: a partition of stride {marked.partition_stride} is no rectangular part of the whole weight",
                 hint="weights with partition_stride=1; a gated MLP as two separate projections",
             )
         shape, offsets = list(parameter.shape), [0] * parameter.ndim

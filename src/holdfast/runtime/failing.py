@@ -7,7 +7,9 @@ sees is said when the script has ended.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import re
 import sys
@@ -20,18 +22,26 @@ import msgspec
 from holdfast.core.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.errors import FaultError, StoreError, UserError
 from holdfast.runtime.client import Client
+from holdfast.runtime.frames import is_own_mistake, without_own_frames
 from holdfast.runtime.rundir import write_private
 
 FENCE_WAIT_S = 5.0
 """A rank that has lost a peer hears which one within milliseconds; the loss of a node is noticed within 3 s."""
 POLL_S = 0.005
+_CAUGHT = re.compile(r"(Caught \S+ in [^\n]*)\.\nOriginal Traceback ")
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def show(error: BaseException) -> None:
-    """Print the traceback, and write the error file that elastic launchers read."""
-    sys.excepthook(type(error), error, error.__traceback__)
-    _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
+    """Print the traceback, frames of Holdfast folded, and write the error file that elastic launchers read."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(
+        printed
+    ):  # torch's hook marks each line with the rank, a script's may do more
+        sys.excepthook(type(error), error, error.__traceback__)
+    text = printed.getvalue()
+    sys.stderr.write(text if is_own_mistake(error) else without_own_frames(text))
+    _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
 
 
 def follows(client: Client, error: BaseException) -> bool:
@@ -49,13 +59,13 @@ def show_following(client: Client, error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     sys.stderr.write(f"holdfast: rank {client.rank} follows a fault{place}: {client.fence_reason}\n")
-    _write_error_file(f"{type(error).__name__}: {_words(error)}", _text(error))
+    _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
 
 
 def _lost_peer(error: BaseException | None) -> bool:
     """It is of Holdfast's own kind, or torch has put such a one into words (an error in a callback of autograd)."""
     while error is not None:
-        if isinstance(error, FaultError) or "PeerLost: " in _words(error):
+        if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -80,7 +90,7 @@ def tell(
                 generation=client.generation,
                 step=client.page.state()[0],
                 kind=type(error).__name__,
-                what=what or _words(error),
+                what=what or words_of(error),
                 traceback=_text(error),
                 digest=digest(error),
                 user_error=user_error,
@@ -106,16 +116,24 @@ def digest(error: BaseException) -> str:
     rank, a step or an address."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
-    text = f"{type(error).__qualname__}|{NUMBER.sub('0', _words(error))}|{place}"
+    text = f"{type(error).__qualname__}|{NUMBER.sub('0', words_of(error))}|{place}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     """The text of an exception, also of one whose class cannot say it."""
     try:
-        return _sendable(str(error))[:TEXT_SIZE_MAX]
+        return _with_cause(_sendable(str(error)))[:TEXT_SIZE_MAX]
     except Exception as broken:
         return f"(its text cannot be told: {type(broken).__name__})"
+
+
+def _with_cause(text: str) -> str:
+    """torch says in its first line only where an exception was caught, and in the last one which."""
+    caught = _CAUGHT.match(text)
+    return (
+        f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
+    )
 
 
 def _text(error: BaseException) -> str:

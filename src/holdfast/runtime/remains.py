@@ -19,6 +19,7 @@ from holdfast.core.ids import NO_GENERATION, Generation, MemberId
 from holdfast.runtime.evidence import stacks_path
 from holdfast.runtime.procs import processes
 from holdfast.runtime.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, is_free
+from holdfast.runtime.sockets import remove_sockets_of
 
 YOUNG_S = 60.0  # a directory that was just made may not be held yet
 
@@ -53,6 +54,7 @@ def remove_forgotten() -> list[Path]:
     for directory in SHARED_MEMORY.glob(f"{PAGES_PREFIX}*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or of another kind
             if _is_forgotten(directory):
+                remove_sockets_of(directory)
                 empty_out(directory)
                 removed.append(directory)
     return removed

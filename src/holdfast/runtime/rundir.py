@@ -17,6 +17,7 @@ import msgspec
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.pids import serves
+from holdfast.runtime.sockets import remove_sockets_of
 from holdfast.store.files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
@@ -247,7 +248,9 @@ class RunDir:
         """
         with contextlib.suppress(FileNotFoundError):
             if self._made_pages():
-                empty_out(self.pages_link.resolve(strict=True))
+                pages = self.pages_link.resolve(strict=True)
+                remove_sockets_of(pages)
+                empty_out(pages)
         if self.pages_link.is_symlink():
             self.pages_link.unlink(missing_ok=True)
 

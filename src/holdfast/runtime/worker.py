@@ -29,6 +29,7 @@ from holdfast.runtime.lifeline import hold
 from holdfast.runtime.page import Page
 from holdfast.runtime.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.sockets import use_sockets_of
 from holdfast.runtime.standin import exempt, use
 from holdfast.runtime.streams import by_line
 from holdfast.runtime.title import set_title
@@ -138,6 +139,7 @@ def main() -> int:
     if client.stand_in is not None:
         use(client.stand_in)
     hold(client.page.path)
+    use_sockets_of(client.page.path.parent)
     run = RunDir(os.environ["HOLDFAST_RUN_DIR"])
     client.on(
         ShowRecords,

@@ -24,6 +24,7 @@ import xxhash
 from holdfast.adapters.base import Adapter, Collected, ComparesCopies, DigestsBatches
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.runtime.client import Client
+from holdfast.session.data import repeat_on_first
 from holdfast.store.layout import Box
 from holdfast.store.values import encode_values
 from holdfast.wording import plural
@@ -61,6 +62,7 @@ class Common:
             return
         self._client = None
         if adapter.rank == 0:
+            repeat_on_first(client)
             lines = client.kv("get", (self._key,)).value.decode().splitlines()
             said_by: list[Said] = [json.loads(words) for words in lines]
             if copies := all_alike([drawn for *_, drawn in said_by]):

@@ -19,6 +19,8 @@ from holdfast.store.values import decode_values, encode_values
 from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
+LENGTHS = "holdfast/data/lengths"
+"""Key of what is said about them, once in a run."""
 
 
 def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataIdentity) -> None:
@@ -36,7 +38,7 @@ def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataId
         return
     other, *theirs = _words(reply.value)
     if not mine.shared:
-        _tell_lengths(client, rank, loop, mine.length, int(other), int(theirs[0]))
+        _tell_lengths(client, rank, mine.length, int(other), int(theirs[0]))
     elif difference := mine.differs(DataIdentity(*theirs)):
         raise UsageError(
             f"rank {rank} and rank {other} draw from different datasets: here are {difference}",
@@ -44,20 +46,25 @@ def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataId
         )
 
 
-def _tell_lengths(client: Client, rank: int, loop: int, mine: int, other: int, theirs: int) -> None:
+def _tell_lengths(client: Client, rank: int, mine: int, other: int, theirs: int) -> None:
     """Warn, on the first rank that finds it."""
     if mine == theirs:
         return
-    reply = client.kv("compare_set", (f"holdfast/data/{loop}/told",), value=str(rank).encode())
-    if not reply.error and reply.value == str(rank).encode():
-        log.warning(
-            "holdfast: rank %d draws from %s, rank %d from %d, and no sampler shares them: an epoch ends at another "
-            "step on each rank; give every rank the same dataset with a DistributedSampler, or as many samples",
-            rank,
-            plural(mine, "sample"),
-            other,
-            theirs,
-        )
+    found = (
+        f"rank {rank} draws from {plural(mine, 'sample')}, rank {other} from {theirs}, and no sampler shares them: an "
+        "epoch ends at another step on each rank; give every rank the same dataset with a DistributedSampler, or as "
+        "many samples"
+    )
+    reply = client.kv("compare_set", (LENGTHS,), value=found.encode())
+    if not reply.error and reply.value == found.encode():
+        log.warning("holdfast: %s", found)
+
+
+def repeat_on_first(client: Client) -> None:
+    """Rank 0, whose output is on the console, says what another rank has found about lengths."""
+    found = client.kv("get", (LENGTHS,)).value.decode()
+    if found and not found.startswith("rank 0 "):
+        log.warning("holdfast: %s", found)
 
 
 def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:

@@ -294,7 +294,8 @@ class Resume:
                     "root": _spelled(root),
                 }
             except HoldfastError as error:
-                self._client.kv("set", key, json.dumps({"error": error.message, "hint": error.hint}).encode())
+                refusal = {"error": error.message, "hint": error.hint, "host": socket.gethostname()}
+                self._client.kv("set", key, json.dumps(refusal).encode())
                 raise
             self._client.kv("set", key, json.dumps(message).encode())
             return found
@@ -306,7 +307,8 @@ class Resume:
             raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
         told = json.loads(reply.value)
         if "error" in told:
-            raise UsageError(f"rank 0: {told['error']}", hint=told["hint"])
+            elsewhere = "" if told["host"] == socket.gethostname() else f"rank 0 on {told['host']}: "
+            raise UsageError(f"{elsewhere}{told['error']}", hint=told["hint"])
         if told["host"] == socket.gethostname() and told["root"] != _spelled(root):
             raise UsageError(
                 f"rank {self._adapter.rank} saves in {root}, rank 0 in {told['root']}: "

@@ -293,7 +293,7 @@ class Saver:
         """Without a seal a checkpoint is none. Raises: StoreWriteError, unless a recovery comes first."""
         if not sealed and self.root is not None and not self._rank.fenced:
             raise StoreWriteError(
-                f"step {self._rank.step} is written, but not sealed: some shares did not come to {self.root}",
+                f"step {self._rank.step} is written, but not whole: some shares did not come to {self.root}",
                 hint="do all ranks save in the same directory? holdfast ckpt ls says which shares are there",
             )
 

@@ -305,7 +305,7 @@ class Session(Repeating):
 
     def _out_of_grace(self) -> None:
         log.error(
-            "holdfast: asked to exit, but no checkpoint could be sealed within %g s", self._settings.grace_s
+            "holdfast: asked to exit, but no checkpoint could be saved within %g s", self._settings.grace_s
         )
         leave_process(Exit.UNSAVED)
 

@@ -22,6 +22,7 @@ from holdfast.adapters.base import (
     CommunicatesInUpdates,
     Hooks,
     ProvesBlocks,
+    SeesGradients,
     TakesParts,
 )
 from holdfast.core.page import Flag, Phase
@@ -70,6 +71,14 @@ class Owner(Protocol):
 
 EMPTY_MAX = 10
 NOT_EMPTY = -1
+NO_UPDATE = (
+    "no optimizer of the session took a step",
+    "call loss.backward() and optimizer.step() in the block, with an optimizer that the session was given",
+)
+NO_GRADIENT = (
+    "no gradient was there when the optimizer stepped",
+    "call loss.backward() before optimizer.step(), and zero_grad() after it",
+)
 
 
 class Step:
@@ -104,6 +113,10 @@ class Step:
         self.names: set[str] = set()  # of step.update(name)
         self.nonfinite = False  # one of these had gradients with inf or nan
         self.updated: set[str] = set()  # optimizers that have stepped
+        self.changed = False  # one of them had a gradient, or has changed a weight without one
+        self.writes: int | None = (
+            None  # on the weights, before an optimizer that has no gradient; None: it has one
+        )
         self.idle = False  # its rehearsal has computed nothing
         self.repeats = True  # its batch can be handed out again at once
         self.rehearsal = rehearsal
@@ -197,7 +210,8 @@ class Blocks:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # how the script left a block for good
-        self._empty, self._empty_at = 0, ""  # blocks without an update, while there were no other ones
+        self._empty, self._empty_at = 0, ""  # blocks that changed nothing, while there were no other ones
+        self._stepped = False  # an optimizer stepped in the last one of these
         self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 
     @property
@@ -289,6 +303,8 @@ class Blocks:
 
     def _update(self, optimizer: str) -> None:
         step = self._current
+        if step is not None:
+            step.writes = self._writes()
         if step is None:
             raise StepError(
                 f"optimizer {optimizer!r} steps outside of a step",
@@ -311,6 +327,12 @@ class Blocks:
             return
         self._vote(step, optimizer)
 
+    def _writes(self) -> int | None:
+        """On weights that have no gradient, while no step of this process has changed one; else None."""
+        if self._empty == NOT_EMPTY or not isinstance(self._adapter, SeesGradients):
+            return None
+        return self._adapter.gradients.weights_alone()
+
     def _refuse_late(self, step: Step, optimizer: str) -> None:
         if self._rank.state == "updating":
             raise StepError(
@@ -323,6 +345,7 @@ class Blocks:
         if step is None:
             return
         step.updated.add(optimizer)
+        step.changed = step.changed or step.writes is None or step.writes != self._writes()
         if step.scrap and step.tentative is None and optimizer not in self._tentative:
             raise StepAborted("rehearsal")  # what follows an update belongs to a step that counts
         if step.tentative is None and self._rank.state == "updating":
@@ -424,21 +447,24 @@ class Blocks:
             and not self._adapter.scaled
             and isinstance(self._adapter, ProvesBlocks)
         ):
+            missing, call = NO_GRADIENT if self._stepped else NO_UPDATE
             raise StepError(
-                f"{plural(self._empty, 'block')} from step 0 on, and no optimizer of the session took a step in "
+                f"{plural(self._empty, 'block')} from step 0 on, and {missing} in "
                 f"{'it' if self._empty == 1 else 'them'} ({self._empty_at})",
-                hint="call loss.backward() and optimizer.step() in the block, with an optimizer that the session was "
-                "given",
+                hint=call,
             )
 
     def _note_empty(self, step: Step) -> None:
         """A block has ended that counts."""
-        if step.updated:
+        if step.updated and step.changed:
             self._empty = NOT_EMPTY
         elif self._empty == step.number:
             self._empty += 1
+            self._stepped = bool(step.updated)
             self._empty_at = place_in_script()
             self.refuse_empty(excused=self._empty < EMPTY_MAX)
+        else:
+            self._empty = NOT_EMPTY  # the job is past its beginning
 
     def _is_fault(self, error: BaseException) -> bool:
         if isinstance(error, Aborted):

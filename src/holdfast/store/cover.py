@@ -104,4 +104,4 @@ class _Search:
     def _spend(self, work: int) -> None:
         self._work -= work + 1
         if self._work < 0:
-            raise StateError("it is cut into too many boxes that do not fit together")
+            raise StateError("it is cut into too many parts that do not fit together")

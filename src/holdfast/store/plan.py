@@ -80,7 +80,7 @@ class Plan(msgspec.Struct, frozen=True):
         """One line that names what is missing, or an empty string."""
         reasons = [f"{_ranks(self.absent)} declared no layout"] if self.absent else []
         if self.uncovered:
-            reasons.append(f"no living holder of {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
+            reasons.append(f"no living rank holds {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
         return "; ".join(reasons)
 
 
@@ -96,7 +96,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Plan
         StateError: a source is not in the catalogue, or ``copies`` < 1.
     """
     if copies < 1:
-        raise StateError(f"copies={copies}: at least one copy of each box must be written")
+        raise StateError(f"copies={copies}: at least one copy of each part must be written")
     if not sources <= catalogue.ranks:
         raise StateError(f"{_ranks(sorted(sources - catalogue.ranks))} declared no layout")
     shares = _Shares(catalogue, sources, copies)

@@ -143,7 +143,7 @@ def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box
             continue
         if tensor.fqn in boxes:
             raise StateError(
-                f"tensor {tensor.fqn!r}: rank {rank} holds several boxes, MindSpore's files hold one"
+                f"tensor {tensor.fqn!r}: rank {rank} holds several parts, MindSpore's files hold one"
             )
         boxes[tensor.fqn] = box
     return boxes
@@ -206,7 +206,7 @@ def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int
     """
     world, sizes = len(boxes), boxes[0].sizes
     refused = StateError(
-        f"tensor {tensor.fqn!r}: its boxes are no even grid over the ranks, which MindSpore needs"
+        f"tensor {tensor.fqn!r}: its parts are no even grid over the ranks, which MindSpore needs"
     )
     if not tensor.shape or any(box.sizes != sizes for box in boxes):
         if all(box == Box.whole(tensor.shape) for box in boxes):

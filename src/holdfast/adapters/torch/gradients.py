@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from holdfast.adapters.torch import private
+from holdfast.adapters.torch.boxes import writes_of
 from holdfast.adapters.torch.state import TorchState
 from holdfast.adapters.torch.updates import Updates
 
@@ -31,6 +32,17 @@ class Gradients:
                 return ""
             named = self._of(optimizer)
             return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
+
+    def weights_alone(self) -> int | None:
+        """The writes that torch has counted on all parameters; None: one of them has a gradient."""
+        parameters = self._state.names.parameters.values()
+        if any(parameter.grad is not None for parameter in parameters):
+            return None
+        return sum(
+            writes_of(each)
+            for parameter in parameters
+            for each in (parameter, private.local_tensor(parameter))
+        )
 
     def drop(self) -> None:
         """An optimizer passes by a parameter without a gradient."""

@@ -120,7 +120,7 @@ class ReconfigurableGroup(OuterGroup):
                 store.set("here", "")
             store.wait(["here"])
         except dist.DistStoreError as error:
-            raise GroupError(f"not every rank came to generation {generation}: {error}") from error
+            raise GroupError(f"not every rank came to the groups {generation}: {error}") from error
 
     def rebuild(self, generation: Generation) -> None:
         self._connect(generation, min(self.spec.timeout, timedelta(seconds=REBUILD_TIMEOUT_S)))

@@ -131,7 +131,6 @@ class OuterGroup(dist.ProcessGroup):
 
     def _refuse(self, method: str) -> NoReturn:
         raise UnsupportedError(
-            f"{method}() of process group {self._name}: its connections belong to one generation of the job and are "
-            "replaced after a fault",
+            f"{method}() of process group {self._name}: its connections are replaced after a fault",
             hint="leave recovery of this group to Holdfast, or make the group with another backend than gloo and nccl",
         )

@@ -1,0 +1,63 @@
+"""Tracebacks and stacks for a reader: frames of Holdfast that follow one another become one line.
+
+An exception that comes out of Holdfast and is none of its errors may be a mistake in Holdfast: its traceback stays
+whole. So does the text in the error file, of every exception.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+
+OWN = f"{Path(__file__).parents[1]}/"
+FOLDED_LEAST = 2  # frames in a row
+_FRAME = re.compile(r'(?P<margin>(?:\[rank[^\]]*\]: )?[ |]*)File "(?P<file>[^"]*)", line \d+')
+_REPEATED = "[Previous line repeated"
+
+
+def without_own_frames(text: str) -> str:
+    """``text`` with a line in place of each two frames of Holdfast or more that follow one another."""
+    lines: list[str] = []
+    for own, group in groupby(_parts(text), lambda part: part[0] == OWN):
+        parts = list(group)
+        if own and len(parts) >= FOLDED_LEAST:
+            lines.append(f"{parts[0][1]}... {len(parts)} frames of Holdfast")
+        else:
+            lines += [line for *_, found in parts for line in found]
+    return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
+
+
+def is_own_mistake(error: BaseException) -> bool:
+    """It was raised in Holdfast, and is none of its errors."""
+    tail, file = error.__traceback__, ""
+    while tail is not None:
+        file, tail = tail.tb_frame.f_code.co_filename, tail.tb_next
+    return file.startswith(OWN) and not isinstance(error, HoldfastError)
+
+
+def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """(``OWN`` for a frame of Holdfast, else other words; margin; lines) of each frame and of what is between."""
+    kind, margin, lines = "", "", []
+    for line in text.splitlines():
+        found = _FRAME.match(line)
+        if found is None and kind and _belongs(line, margin):
+            lines.append(line)
+            continue
+        if lines:
+            yield kind, margin, lines
+        lines = [line]
+        kind, margin = "", ""
+        if found is not None:
+            kind, margin = OWN if found["file"].startswith(OWN) else "other", found["margin"]
+    if lines:
+        yield kind, margin, lines
+
+
+def _belongs(line: str, margin: str) -> bool:
+    """The line of the source, the marks below it, or the count of a recursion."""
+    rest = line.removeprefix(margin)
+    return rest != line and rest.startswith(("  ", _REPEATED))
