@@ -131,14 +131,16 @@ def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
 def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
     """Refuse what no training writes."""
     if max(stages) > STAGE_MAX:
-        raise CheckpointInvalid(f"{where}: pipeline stage {max(stages)}, the limit is {STAGE_MAX}")
+        raise CheckpointInvalid(
+            f"{where}: pipeline stage {max(stages)}, the limit is {STAGE_MAX}", hint=_HINT
+        )
     first = next(iter(stages.values()))
     name, cut = next(iter(first.items()))
     for cuts in stages.values():
         for other, one in cuts.items():
             if one.ranks != cut.ranks:
                 raise CheckpointInvalid(
-                    f"{where}: {name} is cut over {cut.ranks} ranks and {other} over {one.ranks}"
+                    f"{where}: {name} is cut over {cut.ranks} ranks and {other} over {one.ranks}", hint=_HINT
                 )
     return Strategy(dict(sorted(stages.items())))
 

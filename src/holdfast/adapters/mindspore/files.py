@@ -126,9 +126,6 @@ def import_checkpoint(
     else:
         slices = read_slices(source, Path(strategy), log.info)
         loaded, told = _parameters(slices), slices.step
-    done = told if step is None else step
-    if done is None:
-        raise UsageError(f"{source} does not say its step", hint="import_checkpoint(..., step=N)")
     try:
         missing, _ = ms.load_param_into_net(cell, loaded)
     except RuntimeError as error:  # another shape or type
@@ -137,6 +134,9 @@ def import_checkpoint(
         ) from error
     if missing:
         raise CheckpointInvalid(f"{source} lacks parameters of the cell: {', '.join(missing[:NAMED])}")
+    done = told if step is None else step
+    if done is None:
+        raise UsageError(f"{source} does not say its step", hint="import_checkpoint(..., step=N)")
     state = MindSporeState(cell, cell.optimizer, {}, {}, copy_all=False)
     collected = state.collect(frozen=False)
     return write_imported(place, done, collected, collected.values)
