@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs import run_by, functions_in
+from tests.proofs import functions_in, run_by
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
 ROWS = {"L": 54, "P": 29, "C": 33, "R": 14, "T": 38, "G": 16, "F": 20, "W": 4, "A": 13, "I": 17}
