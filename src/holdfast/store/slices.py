@@ -27,10 +27,10 @@ from holdfast.wording import ranges
 
 
 class Division(NamedTuple):
-    """``parts`` per dimension, and ``index`` of the part of each rank: [ranks, dimensions]."""
+    """``parts`` per dimension, and in ``part_of`` the place of the part of each rank: [ranks, dimensions]."""
 
     parts: Shape
-    index: Integers
+    part_of: Integers
 
 
 class Placed(NamedTuple):
@@ -132,7 +132,7 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> Placed:
     lengths = _lengths(cut, division, slices, first_rank)
     starts = [(0, *accumulate(sizes)) for sizes in lengths]
     holders: dict[tuple[int, ...], list[int]] = {}
-    for rank, index in enumerate(division.index.tolist()):
+    for rank, index in enumerate(division.part_of.tolist()):
         holders.setdefault(tuple(index), []).append(rank)
     shape = tuple(start[-1] for start in starts)
     if not is_shape(shape):

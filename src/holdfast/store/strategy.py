@@ -155,8 +155,8 @@ class _Layout(msgspec.Struct):
     tensor_map: list[int | list[int]]
     param_split_shape: list[int] = []
     field: int = 0
-    opt_weight_shard_step: int = 0
-    opt_weight_shard_size: int = 0
+    optimizer_stride: int = msgspec.field(default=0, name="opt_weight_shard_step")
+    optimizer_parts: int = msgspec.field(default=0, name="opt_weight_shard_size")
 
 
 class _Stage(msgspec.Struct):
@@ -186,9 +186,9 @@ def _cut(name: str, layout: _Layout) -> Cut:
         raise ValueError(f"{name}: one axis of its tensor map cuts twice")
     if any(not 0 <= n <= LENGTH_MAX for n in layout.param_split_shape):
         raise ValueError(f"{name}: impossible lengths of uneven parts")
-    if layout.opt_weight_shard_size < WHOLE_GROUP or layout.field < 0:
+    if layout.optimizer_parts < WHOLE_GROUP or layout.field < 0:
         raise ValueError(f"{name}: a negative number of parts")
-    stride, parts = layout.opt_weight_shard_step, layout.opt_weight_shard_size
+    stride, parts = layout.optimizer_stride, layout.optimizer_parts
     if not stride or not parts:  # MindSpore's own sign for "not cut"
         stride = parts = 0
     return Cut(tuple(devices), tuple(axes), tuple(layout.param_split_shape), layout.field, stride, parts)
