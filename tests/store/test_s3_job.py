@@ -21,6 +21,7 @@ from holdfast.store.bucket import Bucket
 from holdfast.store.place import Url
 from holdfast.store.root import Root
 from tests.cli.command import HOLDFAST
+from tests.ranks import statuses
 from tests.store.s3server import ACCESS, SECRET, Proxy, long
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -92,6 +93,22 @@ def disturbed(where: Path, bucket: Url) -> list[str]:
     assert all(place.startswith(f"{bucket}/step-") for _, place in found)
     assert len(digests(where)) == 2
     return outputs
+
+
+def test_a_rank_is_lost_in_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
+    """All start again from the last-gasp checkpoint in the bucket, and end with the bits of a bare run."""
+    where, flags = tmp_path / "run", ("--root", str(bucket), "--on-fault", "restart")
+    job = start(where, secrets.token_hex(8), *flags, arguments=("--die", "1@6"))
+    output, _ = job.communicate(timeout=BOUND_S)
+    assert job.returncode == 0, output
+    ((step, place),) = re.findall(r"resumed at step (\d+) from (s3://\S+)", output)
+    assert step == "6" and place.startswith(f"{bucket}/step-00000006"), output
+    bare = tmp_path / "bare"
+    assert statuses(2, JOB, "--steps", str(STEPS), "--result", str(bare / "result"), "--bare") == [0, 0]
+    assert digests(where) == digests(bare) and len(digests(where)) == 2
+    newest = Root(bucket).newest_valid().require()
+    assert newest.step == STEPS
+    assert "verified" in holdfast("ckpt", "verify", str(newest.path))
 
 
 @long

@@ -11,6 +11,8 @@ from holdfast.errors import UsageError
 from holdfast.store.layout import Catalogue
 from holdfast.store.place import Place
 from holdfast.store.plan import plan
+from holdfast.store.root import Root
+from holdfast.store.validity import inspect
 from holdfast.store.writer import write_share
 
 Progress = Callable[[int], object]
@@ -41,15 +43,27 @@ def write_imported(
         progress: called with the total size in bytes of what is written; what it returns, with that of each part.
 
     Raises:
-        UsageError: see :func:`import_id`.
+        UsageError: see :func:`import_id`; or an import of this step is there, or is being written.
         StateError: a value that a checkpoint cannot hold, named.
-        StoreWriteError: ``root`` cannot be written, or another import of this step lies there.
+        StoreWriteError: ``root`` cannot be written.
     """
     catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
     save_id = import_id(step)
+    _make_way(root, save_id)
     session = {"step": step, "seed": 0, "world": 1, "place": {"loop": -1}}
     write_share(
         root, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, {**values, "session": session},
         {0: {}}, progress=progress(catalogue.size_bytes),
     )  # fmt: skip
     return root / save_id.directory()
+
+
+def _make_way(root: Place, save_id: SaveId) -> None:
+    """Remove what an import that failed or was killed has left.
+
+    Raises:
+        UsageError: one that was finished is there, or another process is at it.
+    """
+    store, name = Root(root), save_id.directory()
+    if name in store.names() and not (inspect(root / name).unfinished and store.discard(save_id)):
+        raise UsageError(f"{root / name} exists", hint="name another directory or --step")

@@ -275,31 +275,44 @@ def export(
     return 0
 
 
-@ckpt.command("import", short_help="Take torch.save, DCP, Megatron or safetensors files.")
+@ckpt.command("import", short_help="Take torch.save, DCP, Megatron, MindSpore or safetensors files.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("root", shell_complete=files)
 @click.option("--step", type=click.IntRange(0, STEP_MAX), help="Updates done (default: what SOURCE says).")
 @click.option("--map", "names", multiple=True, metavar="KEY=PART", help="KEY of SOURCE is PART (model, optimizer, "
               "scheduler, scaler, step), for example opt=optimizer; repeatable.")  # fmt: skip
+@click.option("--strategy", type=click.Path(path_type=Path), help="SOURCE holds the slices of a parallel training of "
+              "MindSpore's: its strategy file (protobuf or JSON), the merged one, or a directory.")  # fmt: skip
 @json_option
-def import_(source: Path, root: str, step: int | None, names: tuple[str, ...], as_json: bool) -> int:
+def import_(
+    source: Path, root: str, step: int | None, names: tuple[str, ...], strategy: Path | None, as_json: bool
+) -> int:
     """Write SOURCE as a checkpoint below ROOT.
 
     SOURCE is a torch.save file, a torch DCP directory, a .safetensors file, a directory with model.safetensors or
-    model.safetensors.index.json, or a directory of Megatron's: iter_N with its mp_rank_XX, or that of the run.
+    model.safetensors.index.json, or a directory of Megatron's: iter_N with its mp_rank_XX, or that of the run; with
+    --strategy a directory with MindSpore's rank_N/*.ckpt.
     """
-    _needs_torch()
-    from holdfast.adapters.torch.imports import import_checkpoint
-
     with ExitStack() as stack:
-        made = import_checkpoint(
-            source,
-            root,
-            step=step,
-            names=_mapped(names),
-            progress=lambda total: stack.enter_context(_progress("import", total, quiet=as_json)),
-            note=say,
-        )
+
+        def progress(total: int) -> Callable[[int], None]:
+            return stack.enter_context(_progress("import", total, quiet=as_json))
+
+        if strategy is not None:
+            if names:
+                raise UsageError(
+                    "--map is not for slices: --strategy names their parts", hint="leave --map out"
+                )
+            from holdfast.adapters.sliced import import_slices
+
+            made = import_slices(source, strategy, root, step=step, progress=progress, note=say)
+        else:
+            _needs_torch()
+            from holdfast.adapters.torch.imports import import_checkpoint
+
+            made = import_checkpoint(
+                source, root, step=step, names=_mapped(names), progress=progress, note=say
+            )
     _say_made((str(made),), as_json)
     return 0
 

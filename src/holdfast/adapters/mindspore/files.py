@@ -8,6 +8,7 @@ and stride. Any other layout (uneven parts, no grid) has no such description and
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence, Set
 from math import prod
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from holdfast.adapters.imported import write_imported
 from holdfast.adapters.mindspore.state import MindSporeState
 from holdfast.adapters.numpy import dtype_named
+from holdfast.adapters.sliced import NAMED, OPTIMIZER, STEP_NAMES, Slices, read_slices
 from holdfast.adapters.weights import joined_values, tensors_of
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
 from holdfast.store.group_info import GroupInfo, encode_group_info
@@ -30,8 +32,7 @@ from holdfast.store.place import Place, place_of
 from holdfast.store.reader import Opened, Target, load_into, opened
 from holdfast.store.root import resolve
 
-PREFIX = "optimizer."
-STEP_NAMES = ("global_step", "step_num")
+log = logging.getLogger("holdfast")
 
 Format = Literal["ckpt", "safetensors"]
 
@@ -80,7 +81,7 @@ def _export(source: Opened, target: Path, name: str, form: Format) -> list[Path]
         (own / "group_info.pb").write_bytes(_group_info(held, rank))
         arrays = _read(source, boxes)
         tensors = [
-            {"name": fqn.removeprefix(PREFIX), "data": ms.Tensor(array)} for fqn, array in arrays.items()
+            {"name": fqn.removeprefix(OPTIMIZER), "data": ms.Tensor(array)} for fqn, array in arrays.items()
         ]
         file = own / f"{name}.{form}"
         ms.save_checkpoint(tensors, str(file), format=form)
@@ -89,43 +90,79 @@ def _export(source: Opened, target: Path, name: str, form: Format) -> list[Path]
 
 
 def import_checkpoint(
-    file: str | os.PathLike[str], cell: Any, root: Place | str | os.PathLike[str], *, step: int | None = None
+    file: str | os.PathLike[str],
+    cell: Any,
+    root: Place | str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    strategy: str | os.PathLike[str] | None = None,
 ) -> Place:
     """Take a ``.ckpt`` or ``.safetensors`` of MindSpore's as a verified checkpoint, to go on from.
 
     Args:
-        file: with all parameters of ``cell``.
-        cell: the training cell (network and optimizer); it gets the values too.
+        file: with all parameters of ``cell``; with ``strategy`` the directory with ``rank_N/*.ckpt`` of a parallel
+            training, which hold them in slices.
+        cell: the training cell (network and optimizer), not cut; it gets the values too.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; by default what the file says (``global_step``, else ``step_num``).
+        strategy: strategy file of that training, the merged one of all stages, or the directory of all.
 
     Returns:
         The new checkpoint.
 
     Raises:
         UsageError: no such file, or it does not say its step.
-        CheckpointInvalid: MindSpore cannot read it, or it lacks parameters of the cell.
+        CheckpointInvalid: it cannot be read, slices are missing or contradict each other, or it lacks parameters of the
+            cell.
         StoreWriteError: ``root`` cannot be written.
+
+    Example:
+        ``import_checkpoint("output/", cell, "ckpts/", strategy="strategy/merged.ckpt")``
     """
     source, place = Path(file), place_of(root)
-    if not source.is_file():
-        raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
-    form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
+    if strategy is None:
+        loaded = _load(source)
+        told = _step_in(loaded)
+    else:
+        slices = read_slices(source, Path(strategy), log.info)
+        loaded, told = _parameters(slices), slices.step
     try:
-        loaded = ms.load_checkpoint(str(source), format=form)
-    except (ValueError, RuntimeError) as error:
+        missing, _ = ms.load_param_into_net(cell, loaded)
+    except RuntimeError as error:  # another shape or type
         raise CheckpointInvalid(
-            f"{source}: MindSpore cannot read it: {' '.join(str(error).split())[:200]}"
+            f"{source} does not fit the cell: {' '.join(str(error).split())[:200]}"
         ) from error
-    missing, _ = ms.load_param_into_net(cell, loaded)
     if missing:
-        raise CheckpointInvalid(f"{source} lacks parameters of the cell: {', '.join(missing[:10])}")
-    done = _step_in(loaded) if step is None else step
+        raise CheckpointInvalid(f"{source} lacks parameters of the cell: {', '.join(missing[:NAMED])}")
+    done = told if step is None else step
     if done is None:
         raise UsageError(f"{source} does not say its step", hint="import_checkpoint(..., step=N)")
     state = MindSporeState(cell, cell.optimizer, {}, {}, copy_all=False)
     collected = state.collect(frozen=False)
     return write_imported(place, done, collected, collected.values)
+
+
+def _parameters(slices: Slices) -> dict[str, Any]:
+    """The merged tensors as MindSpore's parameters."""
+    found: dict[str, Any] = {}
+    for name, tensor in slices.tensors.items():
+        if (dtype := dtype_named(tensor.dtype)) is None:
+            raise StateError(f"tensor {name!r}: type {tensor.dtype} cannot be loaded into a cell here")
+        found[name] = ms.Parameter(ms.Tensor(tensor.bits().view(dtype)), name=name)
+    return found
+
+
+def _load(source: Path) -> Mapping[str, Any]:
+    """The parameters in one file."""
+    if not source.is_file():
+        raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
+    form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
+    try:
+        return dict(ms.load_checkpoint(str(source), format=form))
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointInvalid(
+            f"{source}: MindSpore cannot read it: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def _step_in(loaded: Mapping[str, Any]) -> int | None:
@@ -181,7 +218,7 @@ def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Bo
             )
         matrix, mapping = describe(tensor, [held[rank][tensor.fqn] for rank in range(len(held))])
         item = message.parallel_layout_item.add()
-        item.param_name = tensor.fqn.removeprefix(PREFIX)
+        item.param_name = tensor.fqn.removeprefix(OPTIMIZER)
         layout = item.parallel_layouts
         layout.dev_matrix.add().dim.extend(matrix)
         layout.tensor_map.add().dim.extend(mapping)

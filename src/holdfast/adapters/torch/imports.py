@@ -24,16 +24,13 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.imported import Progress, import_id, write_imported
+from holdfast.adapters.imported import Progress, write_imported
 from holdfast.adapters.torch.sources import read_source
 from holdfast.adapters.torch.state import Collected
 from holdfast.adapters.values import Plain, split
 from holdfast.adapters.weights import EXTRA_STATE
-from holdfast.core.ids import SaveId
 from holdfast.errors import UsageError
 from holdfast.store.place import Place, place_of
-from holdfast.store.root import Root
-from holdfast.store.validity import inspect
 from holdfast.wording import plural
 
 log = logging.getLogger("holdfast")
@@ -89,7 +86,6 @@ def import_checkpoint(
     if parts.renamed:
         old, new = next(iter(parts.renamed.items()))
         note(f"names are taken without the prefix of DDP or torch.compile: {old} is {new}")
-    _make_way(target, import_id(done))
     collected = Collected()
     return write_imported(target, done, collected, parts.split(collected), progress)
 
@@ -118,17 +114,6 @@ def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) ->
             )
         found[part] = found.pop(key)
     return found
-
-
-def _make_way(target: Place, save_id: SaveId) -> None:
-    """Remove what an import that failed or was killed has left.
-
-    Raises:
-        UsageError: one that was finished is there, or somebody is at it.
-    """
-    root, name = Root(target), save_id.directory()
-    if name in root.names() and not (inspect(target / name).unfinished and root.discard(save_id)):
-        raise UsageError(f"{target / name} exists", hint="name another directory or --step")
 
 
 def _step(parts: _Parts, source: Path) -> int:

@@ -1,0 +1,133 @@
+"""The wire format of protobuf, as far as MindSpore's files need it, without a protobuf library.
+
+Theory. A message is a row of fields, each with a number and a wire type: a number of at most 64 bits, or bytes of a
+stated length (text, an inner message, packed numbers). A reader takes the fields that it knows and skips the others, as
+protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for three kinds of small file.
+
+Invariants:
+1. Every length is compared with the bytes that are left before they are taken; nothing is copied.
+2. Damaged bytes raise ``ValueError`` with the broken rule; the reader of a file adds which file it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+VARINT, BYTES = 0, 2
+"""Wire types."""
+_FIXED_SIZE_BYTES = {1: 8, 5: 4}
+
+Value = int | memoryview
+
+
+def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
+    """Number and value of each field of a message.
+
+    Raises:
+        ValueError: damaged.
+    """
+    view = memoryview(data)
+    at = 0
+    while at < len(view):
+        tag, at = varint(view, at)
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise ValueError("a field without a number")
+        if kind == VARINT:
+            value, at = varint(view, at)
+            yield number, value
+            continue
+        size = _FIXED_SIZE_BYTES.get(kind)
+        if kind == BYTES:
+            size, at = varint(view, at)
+        if size is None:
+            raise ValueError(f"a field of wire type {kind}")
+        if at + size > len(view):
+            raise ValueError(f"a field of {size} bytes where {len(view) - at} are left")
+        yield number, view[at : at + size]
+        at += size
+
+
+def varint(data: memoryview, at: int) -> tuple[int, int]:
+    """A number of at most 64 bits and where it ends.
+
+    Raises:
+        ValueError: damaged.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise ValueError("it ends inside a number")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number of more than 64 bits")
+
+
+def message(value: Value) -> memoryview:
+    """The bytes of an inner message.
+
+    Raises:
+        ValueError: a number.
+    """
+    if isinstance(value, int):
+        raise ValueError("a number where a message belongs")
+    return value
+
+
+def text(value: Value) -> str:
+    """Text.
+
+    Raises:
+        ValueError: a number, or no UTF-8.
+    """
+    return str(message(value), "utf-8")
+
+
+def integer(value: Value) -> int:
+    """A number with a sign: negative ones are written with 64 bits.
+
+    Raises:
+        ValueError: bytes.
+    """
+    if not isinstance(value, int):
+        raise ValueError("bytes where a number belongs")
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def repeated(value: Value) -> Iterator[int]:
+    """The numbers of one field that repeats: one, or packed ones. Without a sign.
+
+    Raises:
+        ValueError: damaged.
+    """
+    if isinstance(value, int):
+        yield value
+        return
+    at = 0
+    while at < len(value):
+        one, at = varint(value, at)
+        yield one
+
+
+def number(value: int) -> bytes:
+    """A number as it is written; negative ones with 64 bits."""
+    value &= 2**64 - 1
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*made, value))
+
+
+def counted(field: int, value: int) -> bytes:
+    """One field that is a number."""
+    return number(field << 3 | VARINT) + number(value)
+
+
+def tagged(field: int, data: bytes) -> bytes:
+    """One field of bytes."""
+    return number(field << 3 | BYTES) + number(len(data)) + data
