@@ -46,7 +46,8 @@ class Losses:
                     self._still.append((self._still_from, event.t_wall))
                 self._still_from = 0.0
             case "saved":
-                waited_s = float(data["stall_s"] if data["save_kind"] == "periodic" else data["duration_s"])
+                waits = "stall_s" if data["save_kind"] == "periodic" else "duration_s"
+                waited_s = float(data.get(waits, 0.0))  # older versions have said less
                 save = int(data["step"]), str(data["save_kind"])
                 self._saves[save] = max(waited_s, self._saves.get(save, 0.0))
             case "straggler":
