@@ -16,9 +16,7 @@ torch = pytest.importorskip("torch")
 dist = torch.distributed
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.filterwarnings(
-        "ignore:.torch.jit:DeprecationWarning"
-    ),  # torch's own import
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # torch's own import
 ]
 
 

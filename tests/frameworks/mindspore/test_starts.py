@@ -115,7 +115,7 @@ def test_mpirun_itself(tmp_path: Path, undisturbed: set[str]) -> None:
     ("env", "words"),
     [
         ({"RANK_ID": "0"}, ("UsageError: RANK_ID=0", "RANK_SIZE is not set")),
-        ({"RANK_ID": "0", "RANK_SIZE": "1", **mpi(0)}, ("RANK_SIZE=1", "OMPI_COMM_WORLD_SIZE=2")),
+        ({"RANK": "0", "WORLD_SIZE": "1", **run_sh(0)}, ("WORLD_SIZE=1", "RANK_SIZE=2")),
     ],
     ids=["half", "contradiction"],
 )
