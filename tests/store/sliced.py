@@ -92,12 +92,13 @@ def ckpt_bytes(tensors: Mapping[str, Array], pieces: int = 1) -> bytes:
 
 def slice_of(whole: Array, told: Told, rank: int) -> Array:
     """What a rank holds, taken from the definition one coordinate at a time."""
-    place = []
+    place: list[int] = []
     rest = rank
     for size in reversed(told.devices):
         place.insert(0, rest % size)
         rest //= size
-    part, used = whole, set()
+    part = whole
+    used: set[int] = set()
     for dimension, entry in enumerate(told.tensor_map):
         for k in entry if isinstance(entry, list) else [entry]:
             if k < 0:

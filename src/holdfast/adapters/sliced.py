@@ -221,7 +221,7 @@ def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str]
             "another one",
             hint="name the merged strategy file, or the directory with the strategy files of all ranks",
         )
-    paths = {rank: path for rank in sorted(folders) if (path := _newest(folders[rank])) is not None}
+    paths = {rank: file for rank in sorted(folders) if (file := _newest(folders[rank])) is not None}
     if not paths:
         raise UsageError(
             f"{source} holds no rank_N/*.ckpt", hint="name the directory that holds rank_0, rank_1, ..."
