@@ -38,7 +38,7 @@ class Held(NamedTuple):
 class Difference(NamedTuple):
     """Ranks that hold the same box with other bytes: position of the tensor, ranks, and the size of the box."""
 
-    index: int
+    tensor: int
     ranks: tuple[int, ...]
     size_bytes: int
 
@@ -82,7 +82,7 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[Held]) ->
 
 def refuse(held: Sequence[Held], found: Sequence[Difference], hint: str) -> None:
     """Raises: StateError: names what begins different."""
-    names = [repr(held[each.index].meta.fqn) for each in found[:NAMED_MAX]]
+    names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     ranks = ", ".join(map(str, found[0].ranks))
     raise StateError(
@@ -99,10 +99,10 @@ def broadcast(
     for each in found:
         words = np.zeros(-(-each.size_bytes // _WORD_BYTES), np.int64)
         if rank == each.ranks[0]:
-            words.view(np.uint8)[: each.size_bytes] = np.frombuffer(held[each.index].data, np.uint8)
+            words.view(np.uint8)[: each.size_bytes] = np.frombuffer(held[each.tensor].data, np.uint8)
         words = total(words)
         if rank in each.ranks[1:]:
-            received[held[each.index].meta.fqn] = words.view(np.uint8)[: each.size_bytes]
+            received[held[each.tensor].meta.fqn] = words.view(np.uint8)[: each.size_bytes]
     return received
 
 

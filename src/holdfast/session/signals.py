@@ -257,7 +257,7 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
         found = load_locals(root / names[0], rank) if names else {}
     except StoreError:
         return None  # nothing that a job could have left in order
-    return {RECORD: found[RECORD]} if RECORD in found else None  # type: ignore[dict-item]
+    return {RECORD: found[RECORD]} if RECORD in found else None
 
 
 def _afterwards(number: signal.Signals, before: Any) -> Any:

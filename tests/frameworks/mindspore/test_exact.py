@@ -36,8 +36,8 @@ def samples(run: Launched) -> dict[int, list[int]]:
                 _, step, numbers = line.split(" ", 2)
                 found[int(step), path.name] = json.loads(numbers)
     steps: dict[int, list[int]] = {}
-    for (step, _), numbers in sorted(found.items()):
-        steps.setdefault(step, []).extend(numbers)
+    for (at, _), trained in sorted(found.items()):
+        steps.setdefault(at, []).extend(trained)
     return steps
 
 

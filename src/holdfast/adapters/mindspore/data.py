@@ -226,8 +226,8 @@ class DataFeed:
 
 def _drawn() -> tuple[object, ...]:
     """Changes when one of the global generators is drawn from."""
-    _, keys, place, *_ = np.random.get_state()
-    return random.getstate(), bytes(keys), place
+    state: Any = np.random.get_state()
+    return random.getstate(), bytes(state[1]), state[2]
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
