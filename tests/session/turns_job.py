@@ -44,8 +44,11 @@ class Job:
         draw = torch.Generator().manual_seed(1)
         count = RANKS * EPOCH_STEPS * 4
         self.x, self.y = torch.randn(count, 8, generator=draw), torch.randint(0, 4, (count,), generator=draw)
-        layer = nn.Linear(8, 4)
-        self.model: nn.Module = fully_shard(layer) if way == "sharded" else DistributedDataParallel(layer)
+        self.model: nn.Module = nn.Linear(8, 4)
+        if way == "sharded":
+            fully_shard(self.model)
+        else:
+            self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
         self.scheduler = StepLR(self.optimizer, 1, 0.7)
         data = TensorDataset(self.x, self.y)
@@ -125,7 +128,7 @@ def main(way: str, kill: str) -> None:
         job.struck(s.step, "uncopied")
         renew(loops)
 
-    Loops.renew = struck_before  # type: ignore[method-assign]
+    Loops.renew = struck_before  # type: ignore[assignment,method-assign]
     parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler}
     parts |= {"memory": 1} if way == "sharded" else {}
     with holdfast.session(**parts, state=job.state, checkpoint="ckpt", save_every_steps=4) as s:

@@ -262,11 +262,9 @@ class Receive(Message, frozen=True):
     version: Version  # that all of these layouts were told under; NO_VERSION: there is none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
     kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
-    replays: bool = (
-        False  # make what no source holds again, from a state and a log of updates that it left in memory
-    )
+    replays: bool = False  # make what no source holds again, from a state and a log of updates in memory
     turns: int = (
-        0  # of epochs and phases, that the whole job has done; a state in memory of fewer or more is refused
+        0  # of epochs and phases, that the job has done; a state in memory of another number is refused
     )
 
 
