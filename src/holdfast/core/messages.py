@@ -245,9 +245,7 @@ class Settle(Message, frozen=True):
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all go back to the state of this step that each has in memory; -1: they stay
     vouch: bool = False  # tell layout and digests (``Vouched``) before the state goes anywhere
-    replays: bool = (
-        False  # as in ``Receive``: give the state only where it is what the optimizer's updates made of it
-    )
+    replays: bool = False  # as in ``Receive``: give the state only where the updates have made it
     turns: int = 0  # of epochs and phases, that the whole job has done
 
 
@@ -263,9 +261,7 @@ class Receive(Message, frozen=True):
     local: bytes = b""  # rank-local values of the one it replaces, from its page
     kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
     replays: bool = False  # make what no source holds again, from a state and a log of updates in memory
-    turns: int = (
-        0  # of epochs and phases, that the job has done; a state in memory of another number is refused
-    )
+    turns: int = 0  # of epochs and phases, that the job has done: another number in memory is refused
 
 
 class Resume(Message, frozen=True):
