@@ -22,7 +22,7 @@ from holdfast.cli.scheduled import scheduled, share_token
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.disabled import is_disabled
 
-_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
+TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
 
 
 def _options(command: click.Command) -> click.Command:
@@ -31,7 +31,7 @@ def _options(command: click.Command) -> click.Command:
             option = click.Option([*flag.spellings], is_flag=True, default=False, envvar=flag.variable)
         else:
             option = click.Option(
-                [*flag.spellings], type=_TYPES[flag.kind], default=flag.default, envvar=flag.variable
+                [*flag.spellings], type=TYPES[flag.kind], default=flag.default, envvar=flag.variable
             )
         command.params.append(option)
     return command
