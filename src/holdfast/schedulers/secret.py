@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -52,11 +53,10 @@ def _make(path: Path) -> None:
                 file.write(secrets.token_hex(TOKEN_SIZE_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(temporary, path)
+            with contextlib.suppress(FileExistsError):  # an earlier start of the job has made it
+                os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    except FileExistsError:
-        return
     except OSError as error:
         raise UsageError(
             f"cannot make the secret of the job {path}: {error.strerror}",

@@ -94,8 +94,8 @@ def first_host(nodelist: str) -> str:
     Raises:
         UsageError: no list of hosts.
     """
-    first = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodelist)
-    name = re.sub(r"\[([^\[\],-]*)[^\[\]]*\]", r"\1", first[0]) if first else ""
+    first = re.match(r"((?:[^\[\],]|\[[^\[\]]*\])+)(?:,|$)", nodelist)
+    name = re.sub(r"\[([^\[\],-]*)[^\[\]]*\]", r"\1", first[1]) if first else ""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name) is None:
         raise UsageError(
             f"{NODES}={nodelist!r} is no list of hosts",
