@@ -86,7 +86,7 @@ lost-nodes: venv  ## seconds from the loss of a node to the next step at full si
 	$(VENV)/bin/python -m tests.nodes.lost
 
 slurm: venv  ## a real Slurm of four slurmd here: the queue again, a lost node, scancel (5 minutes, root, slurm-wlm)
-	HOLDFAST_SLURM=1 $(VENV)/bin/python -m pytest tests/schedulers/test_slurm.py -s
+	HOLDFAST_SLURM=1 $(VENV)/bin/python -m pytest -o faulthandler_timeout=900 tests/schedulers/test_slurm.py
 
 memory: venv  ## the memory tier: lost shards, torn and damaged states, lost hosts; each compared bit for bit (3 minutes)
 	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py tests/nodes/test_memory.py
