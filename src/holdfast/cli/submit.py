@@ -230,9 +230,10 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
         return 0
     echo(documents([fresh, *made] if values["show_secret"] and pods.total > 1 else made), nl=False)
     if pods.total > 1 and not values["show_secret"]:
+        place = f" --namespace {pods.namespace}" if pods.namespace else ""
         say(
             f"note: the Secret {pods.secret} is not printed; --apply makes it, --show-secret prints one, or: "
-            f"openssl rand -hex 32 | kubectl create secret generic {pods.secret} --from-file=token=/dev/stdin"
+            f"openssl rand -hex 32 | kubectl create secret generic {pods.secret}{place} --from-file=token=/dev/stdin"
         )
     return 0
 
