@@ -91,7 +91,7 @@ class Cluster:
         key = self.directory / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        places = {"key-file": key, "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "log/munge",
+        places = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "log/munge",
                   "seed-file": "munge.seed"}  # fmt: skip
         self._run(
             "munged", "--foreground", "--force", *(f"--{k}={self.directory / v}" for k, v in places.items())

@@ -127,7 +127,7 @@ def expanded(word: str) -> str:
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "EXPANDED", word)
 
 
-WORD = st.text(alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
+WORD = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 VALUES = st.recursive(
     st.one_of(st.booleans(), st.integers(-(2**40), 2**40), WORD),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORD, inner, max_size=3)),

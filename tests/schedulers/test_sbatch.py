@@ -118,8 +118,8 @@ def test_a_job_that_ends_at_once_again_and_again_is_not_queued_for_ever(tmp_path
     assert "requeue 7" not in ran(PLAIN, tmp_path, "75", SLURM_RESTART_COUNT="99")[2]
 
 
-WORD = st.text(alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
-VALUE = st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=20)
+WORD = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+VALUE = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 @settings(max_examples=100, deadline=None)
