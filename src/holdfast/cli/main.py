@@ -28,6 +28,7 @@ from holdfast.wording import closest
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "run": ("holdfast.cli.run:run", "Start a training script on one host or more, and keep it alive."),
+        "submit": ("holdfast.cli.submit:submit", "Start a script on a cluster: Slurm, Kubernetes."),
         "drill": ("holdfast.cli.drill:drill", "Train, inject faults, compare with the undisturbed run bit for bit."),
         "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
     },

@@ -83,7 +83,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
             f"--node-rank {number} with --nnodes {text}: the numbers are 0 to {most - 1}",
             hint="leave --node-rank out for one node",
         )
-    join_s = _join_s(str(values["rdzv_conf"] or ""))
+    join_s = join_s_of(str(values["rdzv_conf"] or ""))
     if most == 1:
         return Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", join_s)
     node = f"node{number}"
@@ -101,7 +101,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
     return Nodes(least, most, number, node, sum(reached, ()), len(reached[0]), bind, join_s)
 
 
-def _join_s(conf: str) -> float:
+def join_s_of(conf: str) -> float:
     """Seconds within which the nodes meet, by the keys that torchrun's own rendezvous read. Raises: UsageError."""
     pairs = dict(part.strip().partition("=")[::2] for part in conf.split(",") if part.strip())
     text = pairs.get("join_timeout", pairs.get("timeout", str(JOIN_S)))

@@ -75,7 +75,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     notes = _refuse_and_note(values, given)
     values, given, rank_table, device_ids, told = place(values, given)
     nodes = read_nodes(values, given)
-    kind = _kind(values)
+    kind = kind_of(values)
     _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
     target = find_target(kind, script)
     counts = worker_counts(str(values["nproc_per_node"]), nodes)
@@ -165,7 +165,8 @@ def _refuse_other_bytes(words: Iterable[str]) -> None:
             ) from None
 
 
-def _kind(values: Mapping[str, Any]) -> TargetKind:
+def kind_of(values: Mapping[str, Any]) -> TargetKind:
+    """What the flags say that the script is. Raises: UsageError."""
     if values["module"] and values["no_python"]:
         raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
     if values["run_path"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from holdfast.cli.helping import RunCommand
 from holdfast.cli.instead import give_way
 from holdfast.cli.nodes import RUN_HELP
 from holdfast.cli.resolve import resolve
+from holdfast.cli.scheduled import scheduled, share_token
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.disabled import is_disabled
 
-_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
+TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
 
 
 def _options(command: click.Command) -> click.Command:
@@ -29,7 +31,7 @@ def _options(command: click.Command) -> click.Command:
             option = click.Option([*flag.spellings], is_flag=True, default=False, envvar=flag.variable)
         else:
             option = click.Option(
-                [*flag.spellings], type=_TYPES[flag.kind], default=flag.default, envvar=flag.variable
+                [*flag.spellings], type=TYPES[flag.kind], default=flag.default, envvar=flag.variable
             )
         command.params.append(option)
     return command
@@ -53,7 +55,7 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     if values["print_completion"]:
         echo(script_for(values["print_completion"]))
         return 0
-    settled = settle(ctx, values, Path.cwd())
+    settled = scheduled(settle(ctx, values, Path.cwd()), os.environ)
     if settled.values["explain"]:
         from holdfast.cli.console import print_table  # loads rich
 
@@ -64,6 +66,7 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     if is_disabled():
         give_way(settled, script, args)
     try:
+        share_token(settled)
         request = resolve(settled.values, settled.given, script, args)
     except (
         UserError,

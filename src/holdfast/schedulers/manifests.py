@@ -1,0 +1,282 @@
+"""Kubernetes objects that run a job with Holdfast: a Job, a JobSet, or a TrainJob of Kubeflow, and what they need.
+
+Everything here is a pure function of a :class:`Pods`. All three forms end in the same Indexed Job: one pod per node,
+the index of a pod is the number of its node, indexes from ``nodes`` on are spares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from holdfast.errors import UsageError
+from holdfast.exits import Exit
+from holdfast.schedulers.pods import MARK, MARKED
+
+Kind = Literal["job", "jobset", "trainjob"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Object = dict[str, Any]
+
+PORT = 29500
+CONTACTS_MAX = (
+    3  # a pod that comes back asks these: with one alone, the pod that has its name would ask itself
+)
+NODE = "node"  # the container, and the replicated job
+TOKEN_DIR, RUNS_DIR, SHM_DIR = "/etc/holdfast", "/var/lib/holdfast/runs", "/dev/shm"
+SECRET_MODE = 0o400
+MARGIN_S = 30
+LOST_MAX = 16  # pods that were killed (137, ...) other than by a disruption, before the Job fails
+NAME_LENGTH_MAX = 40  # pods, and their host names, are called after it
+ENDS = (Exit.FAILED, Exit.USAGE, Exit.BAD_INPUT, Exit.INTERNAL, Exit.BUDGET, Exit.INTERRUPTED)
+"""Codes after which a new pod would end in the same way."""
+AGAIN = (Exit.UNMET, Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED)
+"""Codes after which a new pod goes on."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What the objects are made of.
+
+    ``nodes`` pods hold ranks, ``spares`` pods wait beside them. ``flags`` and ``command`` are those of
+    ``holdfast run``. ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``resources`` are limits.
+    """
+
+    name: str
+    image: str
+    nodes: int
+    spares: int
+    grace_s: float
+    command: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    claim: str = ""
+    mount: str = "/checkpoints"
+    shm: str = ""
+    namespace: str = ""
+    resources: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Pods in all."""
+        return self.nodes + self.spares
+
+    @property
+    def secret(self) -> str:
+        """Name of the Secret with the token of the job."""
+        return f"{self.name}-token"
+
+
+def check(pods: Pods) -> None:
+    """Refuse what Kubernetes or the job could not do.
+
+    Raises:
+        UsageError: numbers that do not fit together, or a name that is none.
+    """
+    if pods.nodes < 1 or pods.spares < 0:
+        raise UsageError(f"--nodes {pods.nodes} --spares {pods.spares}: 1 and 0 are the least",
+                         hint="holdfast submit k8s --help")  # fmt: skip
+    if pods.spares > pods.nodes:
+        raise UsageError(
+            f"--spares {pods.spares} with --nodes {pods.nodes}: more nodes would wait than train",
+            hint="--nodes counts those that hold ranks, --spares those beside them",
+        )
+    _match("--name", pods.name, r"[a-z]([a-z0-9-]*[a-z0-9])?", NAME_LENGTH_MAX, "bert-large-2")
+    _match("--image", pods.image, r"[!-~]+", 500, "registry.example.org/team/train:1")
+    for flag, name in (("--pvc", pods.claim), ("--namespace", pods.namespace)):
+        if name:
+            _match(flag, name, r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", 63, "training")
+    _match("--mount", pods.mount, r"/[^:\0]+", 500, "/checkpoints")
+    for key, value in pods.resources.items():
+        _match("--resource", key, r"([a-z0-9.-]+/)?[A-Za-z0-9._-]+", 200, "nvidia.com/gpu=8")
+        _match(f"--resource {key}", value, r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i|[MGTPE])?", 40, f"{key}=8")
+    for key in pods.env:
+        _match("--env", key, r"[A-Za-z_][A-Za-z0-9_]*", 200, "NCCL_DEBUG=WARN")
+    if pods.shm:
+        _match("--shm-size", pods.shm, r"[1-9][0-9]*([KMGT]i|[kMGT])?", 40, "16Gi")
+    for word in (*pods.flags, *pods.command, *pods.env.values()):
+        if not _is_text(word):
+            raise UsageError(f"{word!a} is not UTF-8: no manifest can hold it", hint="rename it")
+
+
+def _match(flag: str, text: str, pattern: str, length_max: int, example: str) -> None:
+    if len(text) > length_max or re.fullmatch(pattern, text) is None:
+        raise UsageError(f"{flag} {text!a} is no valid value (at most {length_max} characters of {pattern})",
+                         hint=f"for example {example}")  # fmt: skip
+
+
+def _is_text(word: str) -> bool:
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in word)
+
+
+def objects(pods: Pods, kind: Kind) -> list[Object]:
+    """All objects but the Secret, in the order in which they are to be made.
+
+    Raises:
+        UsageError: as :func:`check`.
+
+    Example:
+        ``objects(Pods("bert", "train:1", 4, 1, 120.0, ("train.py",)), "jobset")``
+    """
+    check(pods)
+    made = [_service(pods)] if kind == "job" and pods.total > 1 else []
+    made += [_budget(pods)] if pods.total > 1 else []
+    if kind == "job":
+        return [*made, _object("batch/v1", "Job", pods, _job(pods))]
+    if kind == "jobset":
+        return [*made, _object("jobset.x-k8s.io/v1alpha2", "JobSet", pods, _jobset(pods))]
+    runtime = {"mlPolicy": {"numNodes": pods.total}, "template": {"spec": _jobset(pods)}}
+    train = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": pods.name},
+        "trainer": {"numNodes": pods.total},
+    }
+    group = "trainer.kubeflow.org/v1alpha1"
+    return [*made, _object(group, "TrainingRuntime", pods, runtime), _object(group, "TrainJob", pods, train)]
+
+
+def secret(pods: Pods, token: str) -> Object:
+    """The Secret with the token of the job. It is never changed: pods that come later have to know the same one."""
+    made = _object("v1", "Secret", pods, None, name=pods.secret)
+    return {**made, "type": "Opaque", "immutable": True, "stringData": {"token": token}}
+
+
+def _object(version: str, kind: str, pods: Pods, spec: Object | None, *, name: str = "") -> Object:
+    where = {"namespace": pods.namespace} if pods.namespace else {}
+    meta = {"name": name or pods.name, **where, "labels": _labels(pods)}
+    made: Object = {"apiVersion": version, "kind": kind, "metadata": meta}
+    return made if spec is None else {**made, "spec": spec}
+
+
+def _labels(pods: Pods) -> dict[str, str]:
+    return {"app.kubernetes.io/instance": pods.name, "app.kubernetes.io/managed-by": "holdfast"}
+
+
+def _service(pods: Pods) -> Object:
+    """Without an address of its own: it gives each pod a name. A name is there before its pod is ready."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"app.kubernetes.io/instance": pods.name},
+        "ports": [{"name": "holdfast", "port": PORT}],
+    }
+    return _object("v1", "Service", pods, spec)
+
+
+def _budget(pods: Pods) -> Object:
+    """Nodes are drained one at a time. (Of a Job's pods only a number that stays can be said, not one that goes.)"""
+    spec = {
+        "minAvailable": pods.total - 1,
+        "selector": {"matchLabels": {"app.kubernetes.io/instance": pods.name}},
+    }
+    return _object("policy/v1", "PodDisruptionBudget", pods, spec)
+
+
+def _jobset(pods: Pods) -> Object:
+    labels = {**_labels(pods), "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    job = {"metadata": {"labels": labels}, "spec": _job(pods, hosts=f"{pods.name}-{NODE}-0")}
+    return {
+        "network": {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": 0
+        },  # the Job makes lost pods again; what it gives up is not to be repeated
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": job}],
+    }
+
+
+def _job(pods: Pods, hosts: str = "") -> Object:
+    """Spec of the Indexed Job. ``hosts``: what precedes the index in the names of pods that a JobSet makes."""
+    return {
+        "completionMode": "Indexed",
+        "completions": pods.total,
+        "parallelism": pods.total,
+        "backoffLimit": LOST_MAX,
+        # A run ends with 0 on all nodes at once: a pod that was made at that moment would wait for others in vain.
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": _codes(AGAIN)},
+                {"action": "FailJob", "onExitCodes": _codes(ENDS)},
+            ]
+        },
+        "template": {"metadata": {"labels": _labels(pods)}, "spec": _pod(pods, hosts)},
+    }
+
+
+def _codes(codes: tuple[Exit, ...]) -> Object:
+    return {"containerName": NODE, "operator": "In", "values": sorted(map(int, codes))}
+
+
+def _pod(pods: Pods, hosts: str) -> Object:
+    several = pods.total > 1
+    volumes: list[Object] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": pods.shm} if pods.shm else {})}},
+        {"name": "runs", "emptyDir": {}},
+    ]
+    mounts = [{"name": "shm", "mountPath": SHM_DIR}, {"name": "runs", "mountPath": RUNS_DIR}]
+    if several:
+        volumes.append({"name": "token", "secret": {"secretName": pods.secret, "defaultMode": SECRET_MODE}})
+        mounts.append({"name": "token", "mountPath": TOKEN_DIR})
+    if pods.claim:
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": pods.claim}})
+        mounts.append({"name": "checkpoints", "mountPath": pods.mount})
+    env = {**pods.env, MARK: MARKED}
+    container: Object = {
+        "name": NODE,
+        "image": pods.image,
+        "command": [literal(word) for word in _command(pods, hosts or pods.name)],
+        "env": [{"name": key, "value": literal(value)} for key, value in env.items()],
+        **({"resources": {"limits": dict(pods.resources)}} if pods.resources else {}),
+        **({"ports": [{"name": "holdfast", "containerPort": PORT}]} if several else {}),
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",  # the Job decides by the exit code
+        "terminationGracePeriodSeconds": int(pods.grace_s) + MARGIN_S,
+        "automountServiceAccountToken": False,
+        **({"subdomain": pods.name} if several and not hosts else {}),
+        **({"affinity": _apart(pods)} if several else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _apart(pods: Pods) -> Object:
+    """Pods on hosts of their own, where there are enough: else one host takes several nodes along."""
+    term = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": pods.name}},
+    }
+    return {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]
+        }
+    }
+
+
+def _command(pods: Pods, hosts: str) -> list[str]:
+    words = ["holdfast", "run", *pods.flags, "--run-id", pods.name, "--grace-s", f"{pods.grace_s:g}"]
+    if "--run-dir" not in pods.flags:
+        words += ["--run-dir", RUNS_DIR]
+    if pods.claim and "--root" not in pods.flags:
+        words += ["--root", f"{pods.mount.rstrip('/')}/{pods.name}"]
+    if pods.total > 1:
+        names = [f"{hosts}-{index}.{pods.name}:{PORT}" for index in range(min(pods.total, CONTACTS_MAX))]
+        nnodes = f"{pods.nodes}:{pods.total}" if pods.spares else str(pods.nodes)
+        words += [
+            "--nnodes",
+            nnodes,
+            "--rdzv-endpoint",
+            ",".join(names),
+            "--token-file",
+            f"{TOKEN_DIR}/token",
+        ]
+        if "--rdzv-conf" not in pods.flags:
+            words += ["--rdzv-conf", "join_timeout=600"]
+    return [*words, *pods.command]
+
+
+def literal(word: str) -> str:
+    """A word of which Kubernetes expands nothing: it takes ``$(NAME)`` for a variable, and ``$$`` for ``$``."""
+    return word.replace("$", "$$")

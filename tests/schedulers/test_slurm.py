@@ -1,0 +1,99 @@
+"""``holdfast submit slurm`` on a real cluster of four slurmd. ``make slurm``."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from tests.runtime.runs import until
+from tests.schedulers.cluster import Cluster, cluster, why_not
+
+WHY_NOT = why_not() if "HOLDFAST_SLURM" in os.environ else "these take minutes: make slurm"
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no Slurm cluster here: {WHY_NOT}"),
+]
+BOUND_S = 300.0
+SCRIPT = textwrap.dedent("""
+    import sys, time
+    import torch, torch.distributed as dist
+    import holdfast
+    until, pause_s, where = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    sampler = torch.utils.data.distributed.DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+    with holdfast.session(model=model, optimizer=optimizer, checkpoint=where) as s:
+        for step in s.steps(loader, until=until):
+            with step as (x, y):
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(pause_s)
+            if step.committed and step.number % 10 == 0:
+                print("at step", step.number, flush=True)
+    print("done at", s.step, flush=True)
+""")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One cluster for all tests; its nodes n1 to n4 have the files of this machine in common."""
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        (made.work / "train.py").write_text(SCRIPT)
+        yield made
+
+
+def trains(slurm: Cluster, job: str, step: int = 20) -> None:
+    """Wait until the job is beyond a step."""
+
+    def reached() -> bool:
+        return any(int(number) >= step for number in re.findall(r"at step (\d+)", slurm.output(job)))
+
+    until(f"step {step}", reached, BOUND_S)
+
+
+def becomes(slurm: Cluster, job: str, state: str) -> None:
+    """Wait for a state of the job."""
+    until(f"job {job} is {state}", lambda: slurm.state(job).get("JobState") == state, BOUND_S)
+
+
+def test_a_warning_saves_and_the_job_is_queued_again(slurm: Cluster) -> None:
+    job = slurm.submit("--nodes", "2", "--time", "0:30:00", "train.py", "120", "0.1", "warned")
+    trains(slurm, job)
+    slurm.ask("scancel", "--signal=USR1", job)  # what --signal sends, to the same processes
+    becomes(slurm, job, "COMPLETED")
+    assert slurm.state(job)["Restarts"] == "1" and slurm.state(job)["ExitCode"] == "0:0"
+    (step,) = set(re.findall(r"saved step (\d+) \(exit\)", slurm.output(job)))
+    assert f"resumed at step {step} " in slurm.output(job) and "done at 120" in slurm.output(job)
+    assert not list((slurm.work / "runs").glob(".done*"))
+    token = slurm.work / "runs" / f"slurm-{job}.token"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_scancel_saves_and_the_job_stays_cancelled(slurm: Cluster) -> None:
+    job = slurm.submit("--nodes", "2", "--time", "0:30:00", "train.py", "100000", "0.1", "cancelled")
+    trains(slurm, job)
+    slurm.ask("scancel", job)
+    becomes(slurm, job, "CANCELLED")
+    until("the save", lambda: re.search(r"saved step \d+ \(exit\)", slurm.output(job)), BOUND_S)
+    assert slurm.state(job)["Restarts"] == "0"
+
+
+def test_a_lost_node_is_replaced_by_the_spare(slurm: Cluster) -> None:
+    job = slurm.submit("--nodes", "2", "--spares", "1", "--time", "0:30:00", "train.py", "400", "0.1", "lost")
+    trains(slurm, job)
+    slurm.lose("n2")
+    becomes(slurm, job, "COMPLETED")
+    shown = slurm.output(job)
+    assert "Node failure on n2" in shown and "done at 400" in shown  # Slurm has noticed, and the job went on
+    assert "went with its node" in shown and "0 steps lost" in shown
+    assert slurm.state(job)["Restarts"] == "0" and slurm.state(job)["ExitCode"] == "0:0"
