@@ -186,7 +186,7 @@ def test_the_missing_ranks_are_named(tmp_path: Path) -> None:
 def test_a_fence_ends_the_meeting(tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     world.lines[0].fenced = True
-    with pytest.raises(GroupError, match="new generation"):
+    with pytest.raises(GroupError, match="a recovery began"):
         world.meshes[0].connect(FIRST)
 
 

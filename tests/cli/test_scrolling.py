@@ -28,6 +28,12 @@ DOWN, PAGE_DOWN, HOME = b"\x1b[B", b"\x1b[6~", b"\x1b[H"
 BOUND_S = 60.0
 
 
+def of_a_terminal() -> dict[str, str]:
+    """An environment that leaves the size to the terminal."""
+    found = clean_environment({"TERM": "xterm"})
+    return {name: value for name, value in found.items() if name not in ("LINES", "COLUMNS")}
+
+
 class Watched:
     """The command at a terminal of its own, and what the terminal has got."""
 
@@ -37,7 +43,7 @@ class Watched:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.process = subprocess.Popen(
             ["setsid", "--ctty", HOLDFAST, "status", "--watch"], cwd=where,
-            env=clean_environment({"TERM": "xterm"}), stdin=theirs, stdout=theirs, stderr=theirs,
+            env=of_a_terminal(), stdin=theirs, stdout=theirs, stderr=theirs,
         )  # fmt: skip
         self.theirs = theirs
         self.text = ""

@@ -69,7 +69,7 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError, match=r"writers \[0, 1\]"):
         mega.ttp_save_checkpoint(1, [{"type": 0, "ranks": [0, 1]}], (1, *parts()))
-    with pytest.raises(UsageError, match="two holders"):
+    with pytest.raises(UsageError, match="two ranks have to hold"):
         ttp.ttp_init_processor(0, [0, 1, 2], 3, 3, 1 + 1)
     with pytest.raises(UnsupportedError, match="TLS"):
         ttp.tft_start_controller("127.0.0.1", 1, enable_tls=True)

@@ -285,7 +285,7 @@ def test_ranks_in_doubt_follow_a_dead_page() -> None:
     assert {o.step for o in job.sent(Settle)} == {6}
     planned = job.record("planned")
     assert (planned["decision"], planned["in_doubt"]) == ("forward", 2)
-    assert planned["evidence"] == ["dead rank 1 is UPDATING(5)"]
+    assert planned["evidence"] == ["dead rank 1 was in the update of step 5"]
 
 
 def test_the_decision_waits_for_everyone_and_refuses_stale_answers() -> None:

@@ -31,6 +31,8 @@ class GateAdapter:
         self.begun += 1
 
     def __getattr__(self, name: str) -> Any:
+        if name == "gradients":
+            raise AttributeError(name)  # the framework keeps them in its graph
         return lambda *arguments, **options: None
 
 

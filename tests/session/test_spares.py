@@ -168,6 +168,7 @@ def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
     """A spare is called and cannot take its state, by a question in the block or by the end of an empty one."""
     client: Any = SimpleNamespace(
         **{"generation": Generation(1, 2), "member_id": MemberId(4), "rank": 0, "joining": True},
+        **{"world_size": 1, "local_rank": 0, "local_world_size": 1},
         **{"run_dir": None, "stand_in": SimpleNamespace(called=False, wait=lambda: None)},
         **{"on": lambda *given: None, "open_session": lambda: None, "on_orphaned": lambda handler: None},
     )

@@ -50,5 +50,5 @@ def test_a_chess_board_of_single_elements() -> None:
 def test_boxes_made_to_take_the_square_of_time_are_refused() -> None:
     count = 2000
     stairs = [Box((i, 2 * i), (count - i, 1)) for i in range(count)]
-    with pytest.raises(StateError, match="too many boxes"):
+    with pytest.raises(StateError, match="too many parts"):
         uncovered((count, 2 * count), stairs)

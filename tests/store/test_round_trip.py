@@ -80,7 +80,7 @@ def test_a_last_gasp_of_the_living_loads_or_is_refused(data: st.DataObject) -> N
     complete = plan(before.catalogue(), alive).complete
     with tempfile.TemporaryDirectory() as root:
         if not complete:
-            with pytest.raises(StateError, match="no living holder"):
+            with pytest.raises(StateError, match="no living rank holds"):
                 save(Path(root), before, save_id(), sources=alive)
             assert list(Path(root).iterdir()) == []
             return

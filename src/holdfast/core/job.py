@@ -408,6 +408,7 @@ class Job:
 
     def _start(self, members: Sequence[Member], generation: Generation, resume: str, *, join: bool) -> None:
         host, port = self.hosts.get(self.roster.members[0].node_id, ("", 0))
+        places = self._places
         seats: dict[NodeId, list[Assignment]] = {}
         for member in members:
             seat = Assignment(member.member_id, member.rank, member.local_rank)
@@ -425,7 +426,7 @@ class Job:
                 master_host=host,
                 master_port=port,
                 join=join,
-                places=self._places,
+                places=places,
             )
             self.send_node(node, order)
 
