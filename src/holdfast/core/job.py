@@ -93,6 +93,9 @@ class Job:
         self.ended = False
         self._resume = ""
         self._out: list[Command] = []
+        self._placed: tuple[object, tuple[tuple[NodeId, str], ...]] | None = (
+            None  # of the newest order to start
+        )
 
     def held_elsewhere(self) -> dict[int, frozenset[int]]:
         """Steps by rank of the states that living nodes keep for others."""
@@ -432,8 +435,16 @@ class Job:
 
     @property
     def _places(self) -> tuple[tuple[NodeId, str], ...]:
-        nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
-        return tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)
+        key = (
+            self.generation,
+            self.last_member,
+            tuple(self.hosts.values()),
+        )  # what seats and addresses follow from
+        if self._placed is None or self._placed[0] != key:
+            nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
+            found = tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)
+            self._placed = (key, found)
+        return self._placed[1]
 
     def stand_down(self, reason: str) -> None:
         """Decide nothing any more: another controller may be elected. Nothing is issued after this."""
