@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from holdfast.cli.status import facts
 from holdfast.cli.view import Watch
 from holdfast.core.messages import Field
-from tests.cli.test_status import FAULT, TIMES, Made, later
+from tests.cli.test_status import FAULT, TIMES, Made, later, made
 
-
-@pytest.fixture
-def made(tmp_path: Path) -> Iterator[Made]:
-    run = Made(tmp_path, "alpha-1")
-    yield run
-    run.close()
-    run.journal.close()
-    run.directory.remove_pages()
+__all__ = ["made"]
 
 
 def test_goodput_counts_the_union(made: Made) -> None:

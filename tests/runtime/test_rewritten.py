@@ -15,7 +15,7 @@ from holdfast.core.ids import Generation, NodeId
 from holdfast.core.messages import StartMembers
 from holdfast.errors import UsageError
 from holdfast.runtime.ranktable import check, make
-from holdfast.runtime.rewritten import Block, Written, rewrite, table_of
+from holdfast.runtime.rewritten import NodeRanks, Written, rewrite, table_of
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.settings import RunSettings
 from tests.runtime.runs import LOOP, until
@@ -27,7 +27,7 @@ CARDS = {host: {0: f"192.168.{k}.1", 1: f"192.168.{k}.2"} for k, host in enumera
 
 def rewritten(data: bytes, *blocks: tuple[int, str]) -> dict[str, Any]:
     """The table for nodes of two ranks each, without a mistake."""
-    made = rewrite(data, [Block(n, host, range(2 * k, 2 * k + 2)) for k, (n, host) in enumerate(blocks)])
+    made = rewrite(data, [NodeRanks(n, host, range(2 * k, 2 * k + 2)) for k, (n, host) in enumerate(blocks)])
     assert check(made).mistakes == ()
     found: dict[str, Any] = json.loads(made)
     return found
@@ -74,7 +74,7 @@ def test_a_job_that_goes_on_with_fewer_hosts_has_a_table_of_these() -> None:
 
 def test_no_table_with_a_mistake_is_made() -> None:
     with pytest.raises(UsageError, match="no rank table can be made"):
-        rewrite(make(HOSTS, [2]), [Block(2, HOSTS[2], range(2)), Block(0, HOSTS[0], range(2, 4))])
+        rewrite(make(HOSTS, [2]), [NodeRanks(2, HOSTS[2], range(2)), NodeRanks(0, HOSTS[0], range(2, 4))])
 
 
 def order(*places: tuple[str, str]) -> StartMembers:

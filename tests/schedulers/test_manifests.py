@@ -20,7 +20,7 @@ from holdfast.errors import UsageError
 from holdfast.exits import Exit
 from holdfast.schedulers.emit import documents
 from holdfast.schedulers.manifests import AGAIN, ENDS, KINDS, Kind, Object, Pods, literal, objects, secret
-from tests.cli.command import HOLDFAST, clean_environment
+from tests.schedulers.tools import submitted
 
 GOLDEN = Path(__file__).parent / "golden"
 KUBERNETES = ("1.33", "1.37")  # the first one in which all that is used here is stable, and the newest known
@@ -200,16 +200,7 @@ GIVEN = ("--name", "bert", "--image", "i:1", "--nodes", "2", "--nproc-per-node",
 
 def submit(tmp_path: Path, *args: str, kubectl: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     """``holdfast submit k8s`` with a false kubectl, or without one."""
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    if kubectl:
-        (tmp_path / "bin" / "kubectl").write_text(KUBECTL)
-        (tmp_path / "bin" / "kubectl").chmod(0o755)
-    path = f"{tmp_path}/bin:/usr/bin:/bin" if kubectl else f"{tmp_path}/bin"
-    return subprocess.run(
-        [HOLDFAST, "submit", "k8s", *args],
-        cwd=tmp_path, env=clean_environment({"PATH": path, **env}),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return submitted(tmp_path, "k8s", args, "kubectl", KUBECTL if kubectl else None, env)
 
 
 def test_the_token_is_shown_only_when_asked_for(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.schedulers.sbatch import Batch, read_time, render
-from tests.cli.command import HOLDFAST, clean_environment
+from tests.cli.command import clean_environment
+from tests.schedulers.tools import submitted
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = Batch(
@@ -211,17 +212,8 @@ exit "${CODE-0}"
 
 def submit(tmp_path: Path, *args: str, sbatch: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     """``holdfast submit slurm`` with a false sbatch, or without one."""
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    if sbatch:
-        (tmp_path / "bin" / "sbatch").write_text(SBATCH)
-        (tmp_path / "bin" / "sbatch").chmod(0o755)
-    path = f"{tmp_path}/bin:/usr/bin:/bin" if sbatch else f"{tmp_path}/bin"
     (tmp_path / "train.py").touch()
-    return subprocess.run(
-        [HOLDFAST, "submit", "slurm", *args],
-        cwd=tmp_path, env=clean_environment({"PATH": path, **env}),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return submitted(tmp_path, "slurm", args, "sbatch", SBATCH if sbatch else None, env)
 
 
 def test_submit_shows_what_it_submits(tmp_path: Path) -> None:

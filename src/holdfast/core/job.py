@@ -93,9 +93,7 @@ class Job:
         self.ended = False
         self._resume = ""
         self._out: list[Command] = []
-        self._placed: tuple[object, tuple[tuple[NodeId, str], ...]] | None = (
-            None  # of the newest order to start
-        )
+        self._placed: tuple[object, tuple[tuple[NodeId, str], ...]] | None = None
 
     def held_elsewhere(self) -> dict[int, frozenset[int]]:
         """Steps by rank of the states that living nodes keep for others."""
@@ -435,11 +433,8 @@ class Job:
 
     @property
     def _places(self) -> tuple[tuple[NodeId, str], ...]:
-        key = (
-            self.generation,
-            self.last_member,
-            tuple(self.hosts.values()),
-        )  # what seats and addresses follow from
+        # A look at all members, once for each seating: the order of each node has the same places.
+        key = (self.generation, self.last_member, tuple(self.hosts.values()))
         if self._placed is None or self._placed[0] != key:
             nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
             found = tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)

@@ -100,7 +100,7 @@ SLURM_SIZE_OF_JOB = "SLURM_NTASKS"
 FRAMEWORK = Launcher("framework", "rank of its group", "size of its group")
 
 
-class Claim(NamedTuple):
+class LaunchClaim(NamedTuple):
     """What one launcher says.
 
     Attributes:
@@ -178,23 +178,25 @@ def is_told_of_others(env: Mapping[str, str]) -> bool:
 
 def _claims(
     env: Mapping[str, str], known: tuple[int, int] | None, hosts: Sequence[Sequence[int]]
-) -> Iterator[Claim]:
+) -> Iterator[LaunchClaim]:
     if known is not None:
         names = ("rank", FRAMEWORK.rank), ("size", FRAMEWORK.size)
-        yield Claim(FRAMEWORK, {k: Fact(n, v) for (k, n), v in zip(names, known, strict=True)}, inside=True)
+        yield LaunchClaim(
+            FRAMEWORK, {k: Fact(n, v) for (k, n), v in zip(names, known, strict=True)}, inside=True
+        )
     torchrun, run_sh, msrun, *managers = LAUNCHERS
-    yield Claim(torchrun, _facts(env, torchrun), inside="TORCHELASTIC_RUN_ID" in env)
+    yield LaunchClaim(torchrun, _facts(env, torchrun), inside="TORCHELASTIC_RUN_ID" in env)
     yield _tensorflow(env.get(TF_CONFIG, ""))
-    yield _with_table(Claim(run_sh, _facts(env, run_sh)), hosts)
+    yield _with_table(LaunchClaim(run_sh, _facts(env, run_sh)), hosts)
     if env.get("MS_ROLE", "MS_WORKER") == "MS_WORKER":
         named = {k: v for k, v in env.items() if k != msrun.rank or v.isdecimal()}  # MS_NODE_ID may be a word
         facts = _facts(named, msrun)
         if "size" in facts and "rank" not in facts and "RANK_ID" in env:
             facts["rank"] = _fact(env, "RANK_ID")
-        yield Claim(msrun, facts if "size" in facts else {}, inside="MS_ROLE" in env)
+        yield LaunchClaim(msrun, facts if "size" in facts else {}, inside="MS_ROLE" in env)
     several = False
     for launcher in managers:
-        claim = Claim(launcher, _facts(env, launcher))
+        claim = LaunchClaim(launcher, _facts(env, launcher))
         several = several or (claim.value("size") or 0) > 1
         yield claim
     if not several:  # else Slurm has started the daemons of mpirun
@@ -218,35 +220,35 @@ def _facts(env: Mapping[str, str], launcher: Launcher) -> dict[str, Fact]:
     return {key: _fact(env, name) for key, name in names.items() if env.get(name)}
 
 
-def _slurm(env: Mapping[str, str]) -> Claim:
+def _slurm(env: Mapping[str, str]) -> LaunchClaim:
     """A step. A batch script is a task 0 without a step, an interactive shell is one in a special step."""
     if not env.get(SLURM.rank):
-        return Claim(SLURM)
+        return LaunchClaim(SLURM)
     facts = _facts(env, SLURM)
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")
     in_step = step.isdecimal() and int(step) < SLURM_SPECIAL_STEPS
     if not in_step and facts["rank"].value == 0:
-        return Claim(SLURM)
+        return LaunchClaim(SLURM)
     if "size" not in facts and env.get(SLURM_SIZE_OF_JOB):
         facts["size"] = _fact(env, SLURM_SIZE_OF_JOB)
     tasks, node = env.get("SLURM_STEP_TASKS_PER_NODE", ""), facts.get("node")
     counts = [int(n) for count, times in _TASKS.findall(tasks) for n in [count] * int(times or 1)]
     if node is not None and node.value < len(counts):
         facts["local_size"] = Fact("SLURM_STEP_TASKS_PER_NODE", counts[node.value])
-    return Claim(SLURM, facts)
+    return LaunchClaim(SLURM, facts)
 
 
-def _tensorflow(text: str) -> Claim:
+def _tensorflow(text: str) -> LaunchClaim:
     """TensorFlow's cluster: the chief, then the workers."""
     launcher = Launcher(TF_CONFIG, "task of TF_CONFIG", "cluster of TF_CONFIG")
     if not text.strip():
-        return Claim(launcher)
+        return LaunchClaim(launcher)
     try:
         said: dict[str, Any] = json.loads(text)
         cluster: dict[str, list[str]] = said.get("cluster", {})
         places = [place for kind in TF_RANKS for place in cluster.get(kind, [])]
         if len(places) < 2:
-            return Claim(launcher)
+            return LaunchClaim(launcher)
         kind, index = str(said["task"]["type"]), int(said["task"]["index"])
         if kind not in TF_RANKS:
             raise UsageError(
@@ -264,10 +266,10 @@ def _tensorflow(text: str) -> Claim:
     here = [other for other, host in enumerate(hosts) if host == own.rpartition(":")[0]]
     numbers = {"rank": rank, "size": len(places), "local_rank": here.index(rank), "local_size": len(here)}
     names = {"rank": launcher.rank, "size": launcher.size}
-    return Claim(launcher, {k: Fact(names.get(k, TF_CONFIG), number) for k, number in numbers.items()})
+    return LaunchClaim(launcher, {k: Fact(names.get(k, TF_CONFIG), number) for k, number in numbers.items()})
 
 
-def _with_table(claim: Claim, hosts: Sequence[Sequence[int]]) -> Claim:
+def _with_table(claim: LaunchClaim, hosts: Sequence[Sequence[int]]) -> LaunchClaim:
     """``RANK_ID`` and the table: it gives the size, and who else is on this host."""
     if not hosts:
         return claim
@@ -285,13 +287,13 @@ def _with_table(claim: Claim, hosts: Sequence[Sequence[int]]) -> Claim:
                 "node": number,
             }
             facts |= {key: Fact(RANK_TABLE, value) for key, value in numbers.items()}
-    return Claim(claim.launcher, facts)
+    return LaunchClaim(claim.launcher, facts)
 
 
 # ---------------------------------------------------------------- judging
 
 
-def _check(claim: Claim) -> None:
+def _check(claim: LaunchClaim) -> None:
     """What one launcher says must be possible. Raises: UsageError."""
     for low, high in (("rank", "size"), ("local_rank", "local_size")):
         if low in claim.facts and high in claim.facts:
@@ -306,7 +308,7 @@ def _check(claim: Claim) -> None:
         _contradict(local, size)
 
 
-def _refuse_partial(claim: Claim) -> None:
+def _refuse_partial(claim: LaunchClaim) -> None:
     rank, size, names = claim.facts.get("rank"), claim.facts.get("size"), claim.launcher
     if rank is not None:
         raise UsageError(
@@ -320,7 +322,7 @@ def _refuse_partial(claim: Claim) -> None:
         )
 
 
-def _surrounds(outer: Claim, inner: Claim) -> bool:
+def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
     """``outer`` may have started the launcher of ``inner``, once per node or once: then their numbers differ."""
     if not outer.launcher.manager or inner.launcher.manager:
         return False
@@ -332,7 +334,7 @@ def _surrounds(outer: Claim, inner: Claim) -> bool:
     return inner.inside and size > 1 and (inner.launcher.name == "torchrun" or outer_size < size)
 
 
-def _compare(followed: Claim, other: Claim) -> None:
+def _compare(followed: LaunchClaim, other: LaunchClaim) -> None:
     """Raises: UsageError: they do not say the same."""
     for what in ("size", "rank"):
         one, two = followed.facts[what], other.facts.get(what)
@@ -347,7 +349,9 @@ def _contradict(one: Fact, two: Fact) -> NoReturn:
     )
 
 
-def _seated(env: Mapping[str, str], followed: Claim, claims: Sequence[Claim], started_on: int) -> Seat:
+def _seated(
+    env: Mapping[str, str], followed: LaunchClaim, claims: Sequence[LaunchClaim], started_on: int
+) -> Seat:
     """The place that agreeing ``claims`` give; ``started_on``: nodes on which a manager has started the launcher."""
 
     def first(what: str) -> int | None:

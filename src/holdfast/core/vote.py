@@ -64,6 +64,19 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+def all_equal(count: int, total: int, squares: int) -> bool:
+    """Every one of ``count`` summed numbers was the same (Cauchy-Schwarz, with equality for equal numbers alone).
+
+    Args:
+        count: how many numbers.
+        total, squares: their sum, and the sum of their squares.
+
+    Example:
+        ``all_equal(2, 3 + 3, 9 + 9)`` is True.
+    """
+    return count * squares == total * total
+
+
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """What the job says: each flag is set when any rank set it, and counts only when ``passed``; ``reason`` says why
     not."""
@@ -97,9 +110,9 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             return Tally(
                 passed=False, reason=f"{unsound} of {plural(world_size, 'rank')} saw a collective break"
             )
-        if world_size * squares != total * total:
+        if not all_equal(world_size, total, squares):
             return Tally(passed=False, reason="the ranks are at different steps")
-        compared = plan > 0 and world_size * plans_squared == plan * plan
+        compared = plan > 0 and all_equal(world_size, plan, plans_squared)
         if compared and digest % DIGEST_MODULUS != 0:
             return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
         return Tally(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.core.seat import Seat
+from holdfast.core.vote import all_equal
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.addresses import endpoint, family_of
 from holdfast.runtime.rundir import TOKEN_SIZE_BYTES, RunDir
@@ -79,7 +80,7 @@ def agree(seat: Seat, exchange: Exchange) -> Nodes:
         )
     misplaced = seat.rank % local != seat.local_rank
     total, squares, wrong, *words = exchange([local, local * local, int(misplaced), *said])
-    if size * squares != total * total or size % local or wrong:
+    if not all_equal(size, total, squares) or size % local or wrong:
         raise UnsupportedError(
             f"without `holdfast run` all nodes must have as many ranks, one after the other; this one has {local} of "
             f"{size} ({seat.said})",

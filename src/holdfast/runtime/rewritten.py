@@ -21,7 +21,7 @@ from holdfast.runtime.settings import RunSettings
 from holdfast.store.given import read_given
 
 
-class Block(NamedTuple):
+class NodeRanks(NamedTuple):
     """The ranks of one node. ``number``: of the node, which beyond the table's hosts is a spare."""
 
     number: int
@@ -41,7 +41,7 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Written
     blocks, first = [], 0
     for place, (node_id, address) in enumerate(order.places):
         count = settings.counts[place % len(settings.counts)]
-        blocks.append(Block(int(node_id.removeprefix("node")), address, range(first, first + count)))
+        blocks.append(NodeRanks(int(node_id.removeprefix("node")), address, range(first, first + count)))
         first += count
     if not settings.rank_table or [b.number for b in blocks] == list(range(settings.nnodes)) or not blocks:
         return Written(settings.rank_table)
@@ -55,7 +55,7 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Written
     return Written(str(path))
 
 
-def rewrite(data: bytes, blocks: Sequence[Block]) -> bytes:
+def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
     """The table ``data`` for the nodes of ``blocks``, which lie in rank order.
 
     Raises:
@@ -84,7 +84,7 @@ def rewrite(data: bytes, blocks: Sequence[Block]) -> bytes:
 
 
 def _filled(
-    value: Mapping[str, Any], servers: Sequence[dict[str, Any]], blocks: Sequence[Block], *, renamed: bool
+    value: Mapping[str, Any], servers: Sequence[dict[str, Any]], blocks: Sequence[NodeRanks], *, renamed: bool
 ) -> dict[str, Any]:
     entries, pods = [], _pods(value)
     own: dict[str, list[dict[str, str]]] = {}

@@ -285,10 +285,8 @@ class Tier:
             found = Resumed(
                 kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory")
             )
-            if turns not in (
-                None,
-                found.turns,
-            ):  # it was lost between the vote on the end of a turn and its copy
+            # The rank before this one was lost between the vote on the end of a turn and its copy.
+            if turns not in (None, found.turns):
                 assert self._slots is not None
                 self._slots.forget(step)
                 raise CheckpointInvalid(

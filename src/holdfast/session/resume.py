@@ -29,6 +29,7 @@ from holdfast.adapters.base import Adapter
 from holdfast.adapters.imported import import_id
 from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
 from holdfast.core.ids import MEMORY
+from holdfast.core.vote import all_equal
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -250,7 +251,7 @@ class Resume:
                 [int(loaded is not None), int(fatal is not None), turns, turns**2]
             )
             if all_loaded == self._adapter.world_size:
-                if squares * all_loaded == total**2:
+                if all_equal(all_loaded, total, squares):
                     return loaded
                 reason = f"it is of {turns} ended epochs and phases on this rank, of another number on another rank"
             if stopped:
