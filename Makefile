@@ -60,24 +60,24 @@ torches:  ## everything for PyTorch on 2.12, 2.13, 2.14 and 2.15, one environmen
 	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/torches $(TORCHES)
 
 matrix: venv  ## every phase x victim x way to die x layout, compared bit for bit (3 minutes; LAYOUT=tp, pp or pp-tp: that one)
-	$(VENV)/bin/python -m holdfast.drill.matrix $(if $(LAYOUT),--layout $(LAYOUT))
+	$(VENV)/bin/python -m tests.soak.matrix $(if $(LAYOUT),--layout $(LAYOUT))
 
 flips: venv  ## bits flipped in weights and optimizer state of live ranks, 2 to 6 holders (3 minutes)
 	HOLDFAST_FLIPS=1 $(VENV)/bin/python -m pytest tests/drill/test_flips.py tests/nodes/test_nodes.py
 
 soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
-	$(VENV)/bin/python -m holdfast.drill.matrix --soak 50
+	$(VENV)/bin/python -m tests.soak.matrix --soak 50
 
 soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
 	$(VENV)/bin/python bench/soak_hang.py
 
 chaos: venv  ## 500 random faults of workers, agent, controller, zygote and launcher, three layouts, and as many in scripts of common styles (an hour and a half)
-	$(VENV)/bin/python -m holdfast.drill.chaos --faults 500
+	$(VENV)/bin/python -m tests.soak.chaos --faults 500
 	mkdir -p runs
-	cd runs && TIMES=60 PYTHONPATH=$(CURDIR) $(abspath $(VENV))/bin/python -m holdfast.drill.chaos --faults 500 --run-dir . $(CHAOS_SCRIPTS)
+	cd runs && TIMES=60 PYTHONPATH=$(CURDIR) $(abspath $(VENV))/bin/python -m tests.soak.chaos --faults 500 --run-dir . $(CHAOS_SCRIPTS)
 
 storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)
-	$(VENV)/bin/python -m holdfast.drill.storm
+	$(VENV)/bin/python -m tests.soak.storm
 
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.frameworks.common import state_tree
 from holdfast.frameworks.common.state_tree import join, split
 from holdfast.frameworks.torch.state.boxes import DTYPES, byte_view, parts_of
 from holdfast.frameworks.torch.state.optimizer_state import Undo, named_optimizers
@@ -302,7 +303,7 @@ def test_values_that_the_store_does_not_know() -> None:
 
 def test_few_lists_that_hold_more_than_any_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each further level of shared lists took ten times as long: a file of some hundred bytes never ended."""
-    monkeypatch.setattr(values, "NODES_MAX", 2_000)
+    monkeypatch.setattr(state_tree, "NODES_MAX", 2_000)
     value: object = 0
     for _ in range(64):
         value = [value] * 10

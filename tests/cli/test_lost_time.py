@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.cli.commands.status import facts
+from holdfast.cli.screen.run_summary import facts
 from holdfast.cli.screen.run_view import Watch
 from holdfast.core.protocol.messages import Field
 from tests.cli.test_status import FAULT, TIMES, Made, later, made

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cli.commands.status import again, alike, facts, fault_text, host_lines, kept, named
+from holdfast.cli.commands.status import host_lines
 from holdfast.cli.screen.run_lookup import find_run
+from holdfast.cli.screen.run_summary import again, alike, facts, fault_text, kept, named
 from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import Field

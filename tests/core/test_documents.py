@@ -39,7 +39,7 @@ def recorded() -> set[str]:
     calls = [
         node
         for ring in ("core", "runtime")
-        for path in (ROOT / "src" / "holdfast" / ring).glob("*.py")
+        for path in (ROOT / "src" / "holdfast" / ring).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
     ]

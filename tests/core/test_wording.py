@@ -49,8 +49,8 @@ def said_by(module: Path) -> Iterator[str]:
 
 
 RINGS = (
-    "cli", "session", "integrations", "core/decide/ladder.py", "core/job/shutdown.py", "core/decide/decision.py", "core/job/recovery.py",
-    "core/watch/corruption.py", "core/job/last_gasp.py", "exits.py",
+    "cli", "session", "integrations", "core/decide/ladder.py", "core/job/shutdown.py", "core/decide/decision.py",
+    "core/job/recovery.py", "core/watch/corruption.py", "core/job/last_gasp.py", "exit_codes.py",
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ RINGS = (
 def test_words_of_the_protocol_are_not_shown_without_their_meaning(ring: str) -> None:
     place = Path(holdfast.__file__).parent / ring
     said = [
-        text for module in ([place] if place.is_file() else place.glob("*.py")) for text in said_by(module)
+        text for module in ([place] if place.is_file() else place.rglob("*.py")) for text in said_by(module)
     ]
     shown = [text for text in said if INNER.search(text) and not any(words in text for words in MEANT)]
     inner = {text for text in shown if text.startswith(("no rung answers step", " is replaced while"))}

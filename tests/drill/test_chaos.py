@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.chaos import SAVE_EVERY, Chaos, Tally, chaos
 from holdfast.drill.exercise import small
+from tests.soak.chaos import SAVE_EVERY, Chaos, Tally, chaos
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 

@@ -17,11 +17,11 @@ from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.exercise import Drill, Exercise, Verdict, require_torch
 from holdfast.drill.fault_spec import DEATHS, PHASES, Fault
-from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
 from holdfast.runtime.node.run_settings import RunSettings
 from tests.ranks import statuses
+from tests.soak.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
 SEED = 3

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.chaos import Tally
-from holdfast.drill.storm import cascaded, identical
+from tests.soak.chaos import Tally
+from tests.soak.storm import cascaded, identical
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 

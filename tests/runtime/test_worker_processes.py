@@ -21,7 +21,7 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import Assignment
 from holdfast.core.protocol.status_page import Word
 from holdfast.event_log import Journal
-from holdfast.runtime.agent import exiting_processes
+from holdfast.runtime.agent import exiting_processes, worker_processes
 from holdfast.runtime.agent.exiting_processes import Fading
 from holdfast.runtime.agent.worker_processes import Processes, sweep
 from holdfast.runtime.agent.zygote import device_in_use
@@ -143,7 +143,7 @@ def test_a_stopped_zygote_is_given_up_and_the_next_one_forks(
             await until(lambda: 1 in node.started)
             os.kill(first, signal.SIGSTOP)
             with monkeypatch.context() as patch:
-                patch.setattr(procs, "ANSWER_S", 0.1)
+                patch.setattr(worker_processes, "ANSWER_S", 0.1)
                 node.order(2)
                 await until(lambda: node.exited)
             assert node.exited == [(2, 0, None)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,33 +92,6 @@ def test_catalogue_is_canonical_and_complete(world: World) -> None:
             assert ranks
             if box.numel:
                 assert ranks == tuple(r for r in range(world.size) if (tensor.fqn, box) in declared[r])
-
-
-@settings(max_examples=60)
-@given(worlds())
-def test_cells_and_listed_boxes_say_the_same(world: World) -> None:
-    """A catalogue of version 1 lists every box; joined from cuts, the same boxes have the same holders."""
-    catalogue = world.catalogue()
-    classes = [[rank] for rank in range(world.size)]
-    old = {
-        "version": 1,
-        "world": world.size,
-        "classes": classes,
-        "tensors": [
-            {
-                "fqn": t.fqn,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "boxes": [[b.offsets, b.sizes, ranks] for b, ranks in catalogue.boxes(t)],
-            }
-            for t in catalogue.tensors
-        ],
-    }
-    data = json.dumps(old, separators=(",", ":")).encode()
-    read = Catalogue.from_json(data)
-    assert (read.to_json(), read.digest) == (data, xxhash.xxh3_128_hexdigest(data)), "it keeps its digest"
-    assert [read.boxes(t) for t in read.tensors] == [catalogue.boxes(t) for t in catalogue.tensors]
-    assert (read.ranks, read.absent) == (catalogue.ranks, ())
 
 
 def test_one_grid_serves_all_shapes_that_are_cut_alike() -> None:

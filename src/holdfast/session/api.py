@@ -59,12 +59,10 @@ def open_session(
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
             them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
-            least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a
-            ``store.manage.retention.Moment``, or a list. None: at ``session.save()``. save_every_steps, save_every_s:
-            the first two in other words.
-        keep: valid checkpoints of this run, and those it came from, that stay: so many, those of a ``timedelta``,
-            ``KeepEvery(steps)``, a policy (``store.manage.retention``) or a list. copies: with 2, any one file may be
-            lost.
+            least), a policy or a function of a ``Moment`` (``store.manage.retention``), or a list. None: at
+            ``session.save()``. save_every_steps, save_every_s: the first two in other words.
+        keep: valid checkpoints of this run, and those it came from, that stay: a number, those of a ``timedelta``,
+            a policy (``store.manage.retention``) or a list. copies: with 2, any one file may be lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
@@ -83,8 +81,7 @@ def open_session(
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
         UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper, hook or process group that is refused. NonFiniteError: ``nonfinite``.
-        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.checkpoints.resume`. StoreWriteError: no place
-        to write.
+        NothingToResume, CheckpointMismatch: see ``session.checkpoints.resume``. StoreWriteError: no place to write.
     """
     from holdfast.session.session import Session
     from holdfast.session.settings import Settings, extras_of

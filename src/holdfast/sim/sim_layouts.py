@@ -1,4 +1,4 @@
-"""What a simulated rank holds, and what it knows of the others: the real ``core.worker.layout_agreement`` with layouts that drift.
+"""Layouts of simulated ranks, and what each knows of the others, by the real ``core.worker.layout_agreement``.
 
 A layout is one of a few contents, so that a rank also comes back to what it held before. Each rank's drifts on its own,
 at any commit; a newcomer may lack what the one before it had.

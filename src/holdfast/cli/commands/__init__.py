@@ -1,0 +1,1 @@
+"""One module per command: ``holdfast run`` is ``run``, ``holdfast ckpt`` is ``ckpt``, and so on."""

@@ -17,8 +17,8 @@ import click
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from holdfast.cli.commands.completion import checkpoints, files
 from holdfast.cli.screen.checkpoint_contents import readable, totals
+from holdfast.cli.screen.completers import checkpoints, files
 from holdfast.cli.screen.console import SafeConsole, print_table
 from holdfast.cli.screen.error_output import say
 from holdfast.cli.screen.escaping import echo, echo_json

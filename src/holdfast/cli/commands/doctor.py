@@ -18,7 +18,7 @@ import click
 import msgspec
 
 from holdfast import event_log
-from holdfast.cli.commands.completion import run_names
+from holdfast.cli.screen.completers import run_names
 from holdfast.cli.screen.escaping import echo, echo_json
 from holdfast.cli.screen.run_lookup import find_run
 from holdfast.cli.start.preflight import no_processes_for

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import click
 
-from holdfast.cli.commands.status import again
 from holdfast.cli.screen.error_output import logs_at
 from holdfast.cli.screen.escaping import echo
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
+from holdfast.cli.screen.run_summary import again
 from holdfast.cli.screen.run_view import Watch
 from holdfast.cli.start.finite_number import Finite
 from holdfast.core.protocol.messages import ExitRun

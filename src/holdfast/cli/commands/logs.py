@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from holdfast.cli.commands.completion import attempts as attempts_of_run
-from holdfast.cli.commands.completion import ranks as ranks_of_run
+from holdfast.cli.screen.completers import attempts as attempts_of_run
+from holdfast.cli.screen.completers import ranks as ranks_of_run
 from holdfast.cli.screen.console import marked
 from holdfast.cli.screen.escaping import echo, echo_line
 from holdfast.cli.screen.log_tail import FileTail, LogTail, attempts, ranks_of

@@ -8,10 +8,10 @@ import click
 import msgspec
 
 from holdfast import event_log
-from holdfast.cli.commands.status import first_line
 from holdfast.cli.screen.escaping import echo, echo_json
 from holdfast.cli.screen.fault_report import Report, reports_of, text
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
+from holdfast.cli.screen.run_summary import first_line
 from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.errors import UsageError
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from holdfast.cli.commands.completion import files, script_for
+from holdfast.cli.commands.completion import script_for
+from holdfast.cli.screen.completers import files
 from holdfast.cli.screen.escaping import echo
 from holdfast.cli.start.finite_number import Finite
 from holdfast.cli.start.flag_files import explanation, settle

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import click
 import msgspec
 
-from holdfast.cli.commands.completion import ranks
+from holdfast.cli.screen.completers import ranks
 from holdfast.cli.screen.escaping import echo, echo_json, shown
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.stack_folding import folded

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from holdfast.cli.commands.completion import files
 from holdfast.cli.commands.submit_flags import flags_of, named, pairs, passes_flags, passes_options
+from holdfast.cli.screen.completers import files
 from holdfast.cli.screen.error_output import say
 from holdfast.cli.screen.escaping import echo
 from holdfast.cli.start.finite_number import Finite

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby, takewhile
 
-from holdfast.cli.commands.status import fault_what
 from holdfast.cli.screen.console import Screen
+from holdfast.cli.screen.run_summary import fault_what
 from holdfast.cli.screen.run_view import FaultView, Watch, log_of
 from holdfast.core.job.fault import LEFT_FOR_RESTART
 from holdfast.runtime.node.rundir import last_lines

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.commands.status import fault_place, named
 from holdfast.cli.screen.escaping import shown
+from holdfast.cli.screen.run_summary import fault_place, named
 from holdfast.cli.screen.run_view import FaultView, Story, log_of, repeated
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.job.fault import LEFT_FOR_RESTART, SEEN

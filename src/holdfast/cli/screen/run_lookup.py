@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from holdfast.cli.commands.completion import run_names
+from holdfast.cli.screen.completers import run_names
 from holdfast.errors import UsageError
 from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
 from holdfast.runtime.node.rundir import RunDir

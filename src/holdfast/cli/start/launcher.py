@@ -20,7 +20,6 @@ from string import Template
 from types import FrameType
 
 from holdfast import event_log
-from holdfast.cli.commands.status import again, alike, facts, first_line, named
 from holdfast.cli.screen.checked_output import outlive_full_disk
 from holdfast.cli.screen.console import Screen, dated
 from holdfast.cli.screen.error_output import logs_at, outcome, say
@@ -28,6 +27,7 @@ from holdfast.cli.screen.fault_announcer import Telling
 from holdfast.cli.screen.fault_report import reports_of, write
 from holdfast.cli.screen.log_tail import LogTail
 from holdfast.cli.screen.run_lookup import name_of
+from holdfast.cli.screen.run_summary import again, alike, facts, first_line, named
 from holdfast.cli.screen.run_view import FaultView, RunView, Watch, log_of, repeated
 from holdfast.cli.start.preflight import require_start
 from holdfast.cli.start.run_config import Request

@@ -14,7 +14,7 @@ from holdfast.core.protocol.messages import Message
 
 
 class Stalled(Message, frozen=True):
-    """Every worker of this node has been without progress for longer than its bound (``core/watch/stall_detector.py``)."""
+    """Every worker of this node has made no progress for longer than its bound (``stall_detector.py``)."""
 
     node_id: NodeId
     generation: Generation  # of the pages

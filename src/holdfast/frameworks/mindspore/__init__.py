@@ -1,0 +1,1 @@
+"""MindSpore: adapter, state, data position, gradients inside the compiled graph, checkpoint files."""

@@ -1,0 +1,1 @@
+"""TensorFlow 2: adapter, state, data position, worker setup."""

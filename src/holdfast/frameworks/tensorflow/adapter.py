@@ -33,7 +33,9 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 
 
 class TensorFlowAdapter(Meshed[TensorFlowState]):
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`. Nothing of TensorFlow's is hooked: the step votes at its end.
+    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+
+    Nothing of TensorFlow is hooked: the step votes at its end.
 
     Args:
         model: a built Keras model (Keras 3 or tf_keras).

@@ -310,7 +310,7 @@ class TorchAdapter:
             return digest_of(collected, parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Lock pages for copies from a GPU (``frameworks.common.adapter.PinsMemory``); nothing to do where none is in use."""
+        """Lock pages for copies from a GPU (``PinsMemory``); nothing to do where none is in use."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return lambda: None
         pointer = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -556,7 +556,7 @@ def processes(run: RunDir) -> Iterator[int]:
 
 
 def writers(run: RunDir) -> list[int]:
-    """Processes that still write a checkpoint for a worker of this run, dead or alive (``store/write/writer_process.py``)."""
+    """Processes that still write a checkpoint for a worker of this run, dead or alive (``writer_process.py``)."""
     return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
 
 

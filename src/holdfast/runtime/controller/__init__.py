@@ -1,0 +1,1 @@
+"""The process of the controller, of which a job has one."""

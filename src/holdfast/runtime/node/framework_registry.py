@@ -44,7 +44,7 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
             "torch.distributed.tensor",
             "torch.utils.data",
             "torch._dynamo",
-            "holdfast.adapters.torch",
+            "holdfast.frameworks.torch",
             "holdfast.frameworks.torch.comm.backend",
         ),
         "holdfast.frameworks.torch.comm.flight_records",

@@ -33,6 +33,7 @@ import msgspec
 from holdfast.core.ids import MemberId
 from holdfast.core.protocol.health_messages import Records
 from holdfast.core.protocol.status_page import Flag, Word
+from holdfast.package import DIRECTORY
 from holdfast.runtime.node.rundir import RunDir, open_log, write_private
 from holdfast.runtime.node.status_page import Page
 
@@ -46,7 +47,7 @@ WHERE_LENGTH_MAX = 240
 FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 MAIN = "Stack (most recent call first):"
 FRAMES_MAX = 100  # of one thread, as in faulthandler
-INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{Path(__file__).parents[1]}/")
+INNER = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen", f"{DIRECTORY}/")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(
     platform.machine()

@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from holdfast.errors import FrameworkError
+from holdfast.package import DIRECTORY
 from holdfast.runtime.node.rundir import write_private
 from holdfast.version import VERSION
 
@@ -177,7 +178,7 @@ def _kept_at(build: TorchBuild) -> Path:
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     ours = hashlib.blake2b(digest_size=16)
-    for file in sorted(Path(__file__).parents[1].glob("adapters/torch/*.py")):
+    for file in sorted(DIRECTORY.glob("frameworks/torch/**/*.py")):
         ours.update(file.read_bytes())
     mark = f"{build.identity}-{ours.hexdigest()}-{VERSION}-{sys.version_info[0]}.{sys.version_info[1]}"
     return cache / "holdfast" / "torch" / f"{hashlib.blake2b(mark.encode(), digest_size=16).hexdigest()}.json"

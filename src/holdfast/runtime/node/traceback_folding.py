@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 from holdfast.errors import HoldfastError
+from holdfast.package import DIRECTORY
 
-OWN = f"{Path(__file__).parents[1]}/"
+OWN = f"{DIRECTORY}/"
 FOLDED_LEAST = 2  # frames in a row
 _FRAME = re.compile(r'(?P<margin>(?:\[rank[^\]]*\]: )?[ |]*)File "(?P<file>[^"]*)", line \d+')
 _REPEATED = "[Previous line repeated"

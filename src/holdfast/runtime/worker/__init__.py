@@ -1,0 +1,2 @@
+"""Inside a worker process: ``entry`` runs the user's script, ``worker_client`` is its line to the agent,
+``state_transfer`` serves and fetches state, ``library_mode`` is a run without ``holdfast run``."""

@@ -22,12 +22,12 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.adapter import ProvesBlocks
+from holdfast.package import DIRECTORY
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 RUNS = 2
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(DIRECTORY)
 _TOLD_MAX = 3  # variables in an error
 _HINT = (
     "draw the batch in the block that uses it, or by s.steps(loader); what else a block changes and uses later goes "

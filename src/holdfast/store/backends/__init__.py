@@ -1,0 +1,1 @@
+"""Where checkpoints are: a directory, a bucket, or memory with faults on request, behind ``interfaces``."""

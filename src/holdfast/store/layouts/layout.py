@@ -28,7 +28,6 @@ import xxhash
 
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.errors import StateError
-from holdfast.store import catalogue_v1
 from holdfast.store.layouts.box import DIMENSIONS_MAX, is_shape
 from holdfast.store.layouts.box import Box as Box
 from holdfast.store.layouts.box import Shape as Shape
@@ -244,24 +243,21 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_json(data: bytes) -> Catalogue:
-        """Inverse of :meth:`to_json`; every invariant is checked again. Version 1 is read too, and keeps its digest.
+        """Inverse of :meth:`to_json`; every invariant is checked again.
 
         Raises:
             StateError: names the broken rule.
         """
         try:
             version = msgspec.json.decode(data, type=_Versioned).version
-            if version == catalogue_v1.VERSION:
-                catalogue = _of_version_1(data)
-            elif version != CATALOGUE_VERSION:
+            if version != CATALOGUE_VERSION:
                 raise StateError(f"catalogue version {version}, this reader knows {CATALOGUE_VERSION}")
-            else:
-                catalogue = msgspec.json.decode(data, type=Catalogue)
-                _check_catalogue(catalogue)
-                if msgspec.json.encode(catalogue) != data:
-                    raise StateError(
-                        "not a catalogue in canonical form (duplicate or unknown keys, or white space)"
-                    )
+            catalogue = msgspec.json.decode(data, type=Catalogue)
+            _check_catalogue(catalogue)
+            if msgspec.json.encode(catalogue) != data:
+                raise StateError(
+                    "not a catalogue in canonical form (duplicate or unknown keys, or white space)"
+                )
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise StateError(f"not a catalogue: {error}") from error
         catalogue.__dict__["_json"] = data
@@ -485,12 +481,6 @@ def _numbered(
     catalogue = Catalogue(CATALOGUE_VERSION, world, absent, tuple(numbers), tuple(entries))
     _check_catalogue(catalogue)
     return catalogue
-
-
-def _of_version_1(data: bytes) -> Catalogue:
-    old = catalogue_v1.decode(data)
-    tensors = {t.fqn: (t.dtype, t.shape, Grid((), catalogue_v1.regions(old, t))) for t in old.tensors}
-    return _numbered(old.world, catalogue_v1.absent(old), tensors)
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:

@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -34,6 +33,7 @@ import numpy as np
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.package import DIRECTORY
 from holdfast.store.backends.interfaces import Closes
 from holdfast.store.backends.location import Place
 from holdfast.store.format.json_values import encode_values
@@ -160,7 +160,7 @@ class WriterProcess:
 
 
 def _popen(line_fd: int, pool_fd: int) -> subprocess.Popen[bytes]:
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = [str(DIRECTORY.parent), os.environ.get("PYTHONPATH", "")]
     # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
     return subprocess.Popen(
         [

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, read without running what they contain, and written for them."""

@@ -12,15 +12,15 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.package import DIRECTORY
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)
+_OURS = (os.path.dirname(torch.__file__) + os.sep, str(DIRECTORY) + os.sep)
 _Made = tuple["weakref.ref[torch.Tensor]", str]
 
 

@@ -1,6 +1,6 @@
 """Random faults of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
 
-``python -m holdfast.drill.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--script train.py]
+``python -m tests.soak.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--script train.py]
 [--flag=--spares=1]``
 
 Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker, the

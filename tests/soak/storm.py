@@ -1,6 +1,6 @@
 """Second and third faults inside every phase of a recovery, and kills that come faster than recoveries end.
 
-``python -m holdfast.drill.storm [--seconds 300] [--every 2] [--seed 1]``
+``python -m tests.soak.storm [--seconds 300] [--every 2] [--seed 1]``
 
 A *cascade* kills a worker, watches the event log for one phase of the recovery, and kills again in it: a survivor, the
 newcomer, the controller or the agent; then, for every other cascade, a third time in the recovery from that. The
@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from holdfast.drill.chaos import POLL_S, Chaos, Tally
 from holdfast.drill.digest import STATE, digest_of_results
 from holdfast.drill.exercise import Exercise, require_torch
 from holdfast.runtime.node.process_info import alive
 from holdfast.text import plural
+from tests.soak.chaos import POLL_S, Chaos, Tally
 
 PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "generation_started", "resumed")
 """Events of the log that stand for the phases of a recovery."""

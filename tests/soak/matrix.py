@@ -1,7 +1,7 @@
 """Every phase x victim x way to die x layout, and many kills at random moments: each compared bit for bit.
 
-``python -m holdfast.drill.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``; all layouts but ddp and hsdp by name
-``python -m holdfast.drill.matrix --soak 50``
+``python -m tests.soak.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``; all layouts but ddp and hsdp by name
+``python -m tests.soak.matrix --soak 50``
 
 One undisturbed run per layout; several faults per disturbed run, each after the recovery from the one before.
 The exit code is 0 only when every cell was injected, lost nothing and ended with the same bits.

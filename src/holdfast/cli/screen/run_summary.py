@@ -1,0 +1,141 @@
+"""What a run and its faults look like in words: the facts and sentences that several commands show."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.screen.run_view import FaultView, RunView
+from holdfast.core.decide.recovery_phases import NO_PAGE
+from holdfast.core.job.fault import LEFT_FOR_RESTART
+from holdfast.core.protocol.status_page import Phase
+from holdfast.exit_codes import Exit
+from holdfast.runtime.worker.user_exception import NUMBER
+from holdfast.text import noun_of, plural, ranges, span
+
+ALIKE_LEAST = 3
+LOSS_SHOWN_LEAST = 0.01
+
+
+def near(path: str) -> str:
+    """``path`` as it is named from here, where that is below this directory."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
+
+
+def facts(view: RunView) -> list[str]:
+    """Short facts for a headline or a status line, the most important first."""
+    found = []
+    if view.session or view.step:
+        found.append(f"step {view.step:,}")
+    if view.steps_per_s is not None:
+        found.append(f"{view.steps_per_s:.1f} steps/s")
+    living = sum(r.alive for r in view.ranks)
+    found.append(f"{living}/{view.workers} workers" if view.code is None else plural(view.workers, "worker"))
+    if view.faults:
+        found.append(plural(len(view.faults), "fault"))
+    if view.session and (view.code not in (None, Exit.OK, Exit.REQUEUE) or view.state == "lost"):
+        found.append(kept(view))  # recoveries may have lost nothing, and the end much
+    elif view.session and view.faults:
+        found.append(f"{plural(view.steps_lost, 'step')} lost")
+    if view.still_s:
+        found.append(f"stands still for {span(view.still_s)}")
+    if view.goodput is not None:
+        found.append(f"goodput {100 * view.goodput:.1f} %{largest_loss(view)}")
+    found.append(span(view.elapsed_s))
+    return found
+
+
+def largest_loss(view: RunView) -> str:
+    """Where most of the time went that was no training, where that is more than a hundredth."""
+    cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
+    return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
+
+
+def kept(view: RunView) -> str:
+    """What is left of a run that did not end well."""
+    behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
+    newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
+    not_kept = "is not kept" if behind == 1 else "are not kept"
+    return newest + (f"; {plural(behind, 'step')} {not_kept}" if behind > 0 else "")
+
+
+def fault_text(fault: FaultView) -> str:
+    """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
+    return f"rank {fault.rank}: {fault_what(fault)}"
+
+
+def fault_what(fault: FaultView) -> str:
+    """The same without the rank."""
+    what = first_line(named(fault.what)) or fault.kind
+    # A collective that was given up is named with the place it was called from.
+    said = fault.phase in ("", NO_PAGE) or f"in {fault.phase} of step {fault.step}" in what
+    return what if said else f"{what}, {fault_place(fault)}"
+
+
+def named(what: str) -> str:
+    """With the name of the signal that is told by its number."""
+
+    def name(told: re.Match[str]) -> str:
+        try:
+            return f"{told[0]} ({signal.Signals(int(told[1])).name})"
+        except ValueError:  # not all have one
+            return told[0]
+
+    return re.sub(r"\bby signal (\d+)(?=$|,)", name, what)
+
+
+def alike(faults: Sequence[FaultView]) -> str:
+    """What all faults of a run have in common: numbers make them no others. Empty where they differ, or are too few."""
+    own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
+    if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:
+        return ""
+    ranks = sorted({fault.rank for fault in own})
+    who = f"{noun_of(len(ranks), 'rank')} {ranges(ranks)}"
+    return f"{plural(len(own), 'fault')}, all alike: {who}: {fault_what(own[-1])}"
+
+
+def fault_place(fault: FaultView) -> str:
+    """Where it was: of a script that has opened no session, or not yet, nothing is known."""
+    if fault.phase == Phase.STARTING.name.lower():
+        return "before any session"
+    if fault.phase == NO_PAGE:
+        return "not known: what it showed went with it"
+    if fault.phase == Phase.AFTER.name.lower():
+        return f"after the training, at step {fault.step:,}"
+    if fault.phase == Phase.LEFT.name.lower():
+        return f"after its script had ended, at step {fault.step:,}"
+    return f"in {fault.phase} of step {fault.step:,}" if fault.phase else f"at step {fault.step:,}"
+
+
+def first_line(text: str) -> str:
+    """Messages of exceptions have as many lines as they like; the log has all of them."""
+    return next(iter(text.splitlines()), "")
+
+
+def again(view: RunView) -> str:
+    """The next command after an end before the last step: where it goes on, and what is lost."""
+    if view.left:
+        return "start the same command to give the job this node again"
+    if not view.session:
+        return "start the same command: it begins where the script itself resumes"
+    if view.cut_off:
+        here = f"step {view.kept_step:,} is saved here" if view.kept_step >= 0 else "nothing is saved here"
+        return f"start the same command: it goes on at the newest step that any host has saved ({here})"
+    if view.kept_step < 0:
+        lost = f" ({plural(view.step, 'step')} lost)" if view.step else ""
+        return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
+    own = Path(view.directory) / "checkpoints"
+    # The script named no directory, so a new run would look into its own, which is empty.
+    start, good = (
+        (f"HOLDFAST_CHECKPOINT={shlex.quote(str(own))} and", "; for good: session(checkpoint=...)")
+        if own.is_dir() and Path(view.root or own).resolve() == own.resolve()
+        else ("start", "")
+    )
+    behind = view.step - view.kept_step
+    redone = f", {plural(behind, 'step')} to do again" if behind > 0 else ""
+    return f"{start} the same command: it goes on at step {view.kept_step:,}{redone}{good}"
