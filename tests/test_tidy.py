@@ -19,7 +19,8 @@ PARAMETERS_MAX = 6
 # (attributes, constructor parameters) of the classes that are wider:
 # - facts of a whole job, run or process that its parts share: Job, Recovery, World, SimWorker, Session, Story,
 #   TorchAdapter, Fabric;
-# - daemons that own one object per line or process: Client, Peers, Council, Processes, Watcher, AgentDaemon, Agent, Zygote;
+# - daemons that own one object per line or process: Client, Peers, Council, Processes, Watcher, AgentDaemon, Agent,
+#   Zygote;
 # - the session's half of the protocol, as far as it is not a table yet: Rank, Loops, Saver, Step, Tier, ExitWatch;
 # - arguments that a user or a framework gives: Settings, GuardedWork, _Share.
 WIDE = {

@@ -7,7 +7,7 @@ joined, or of those that a rank needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 from holdfast.errors import CheckpointInvalid
@@ -34,22 +34,31 @@ def joined_values(
         CheckpointInvalid: damaged.
     """
     first, *others = load_values_of_all(path, names, rank)
+    try:
+        return with_values_of(first, others)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointInvalid(f"{path}: its writers' values do not fit each other ({error!r})") from error
+
+
+def with_values_of(first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]]) -> dict[str, Plain]:
+    """``first`` with what ``others`` hold by parameter or module: optimizer state, and names.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: they do not fit each other.
+    """
     values = cast(dict[str, Plain], dict(first))
     if not is_sessions(values):
         return values
-    try:
-        for other in others:
-            values["aliases"] = {**values["aliases"], **other["aliases"]}  # type: ignore[dict-item]
-            values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})  # type: ignore[misc]
-            values["state"] = {**other["state"], **values["state"]}  # type: ignore[dict-item]
-            if "modules" in values:
-                values["modules"] = {**values["modules"], **other["modules"]}  # type: ignore[dict-item]
-            values["optimizers"] = {
-                name: _joined(mine, other["optimizers"][name])  # type: ignore[index]
-                for name, mine in values["optimizers"].items()
-            }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointInvalid(f"{path}: its writers' values do not fit each other ({error!r})") from error
+    for other in others:
+        values["aliases"] = {**values["aliases"], **other["aliases"]}  # type: ignore[dict-item]
+        values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})  # type: ignore[misc]
+        values["state"] = {**other["state"], **values["state"]}  # type: ignore[dict-item]
+        if "modules" in values:
+            values["modules"] = {**values["modules"], **other["modules"]}  # type: ignore[dict-item]
+        values["optimizers"] = {
+            name: _joined(mine, other["optimizers"][name])  # type: ignore[index]
+            for name, mine in values["optimizers"].items()
+        }
     return values
 
 

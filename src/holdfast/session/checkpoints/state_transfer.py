@@ -21,6 +21,7 @@ from holdfast.core.ids import Generation
 from holdfast.core.protocol.messages import Receive, Settle, StateOffered, StateRefused
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.frameworks.common.adapter import Adapter, Collected, GivesPieces, LogsUpdates
+from holdfast.frameworks.common.weight_selection import tensors_of, with_values_of
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
@@ -189,6 +190,9 @@ def take(adapter: Adapter, client: Client, order: Receive, again: Collected | No
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
     values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
+    if again is not None and not tensors_of(again.values) <= tensors_of(values):
+        # A stage of a pipeline: no survivor knows the optimizer state of its parameters.
+        values = with_values_of(values, [again.values])
     restore = adapter.restore(catalogue, values)
     buffers = restore.buffers()
     refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
