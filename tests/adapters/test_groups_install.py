@@ -22,7 +22,7 @@ from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.errors import GroupError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm import backend, loopback_ops
-from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.comm.control_store import ControlStore
 from holdfast.frameworks.torch.comm.outer_group import OuterGroup
 from holdfast.frameworks.torch.comm.reconfigurable_group import COLLECTIVES, ReconfigurableGroup
@@ -105,8 +105,8 @@ def test_a_worker_that_starts_from_scratch_installs_them() -> None:
 import holdfast
 from holdfast.runtime.node.framework_registry import install_framework
 install_framework("torch")
-from holdfast.adapters.torch import groups
-print(groups.installed())
+from holdfast.frameworks.torch.comm import backend
+print(backend.installed())
 """
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
     done = subprocess.run(
@@ -119,11 +119,11 @@ print(groups.installed())
 def test_torchs_watch_over_nccl_does_not_end_who_lost_a_peer() -> None:
     code = """
 import os
-from holdfast.adapters.torch import groups
+from holdfast.frameworks.torch.comm import backend
 for asked in ({}, {"TORCH_NCCL_ENABLE_MONITORING": "1"}):
     if os.fork() == 0:
         os.environ |= asked
-        groups.install()
+        backend.install()
         names = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS")
         print(*(os.environ["TORCH_NCCL_" + name] for name in names), flush=True)
         os._exit(0)
@@ -213,7 +213,7 @@ def test_stores_of_two_generations_share_nothing(client: LocalClient) -> None:
 
 
 def test_a_late_error_of_an_older_generation_is_no_news() -> None:
-    fabric = Fabric()
+    fabric = CommState()
     told: list[str] = []
     fabric.on_poison(told.append)
     fabric.broke("all_reduce", RuntimeError("late"), fabric.epoch - 1)
@@ -225,7 +225,7 @@ def test_a_late_error_of_an_older_generation_is_no_news() -> None:
 
 
 def test_collectives_are_counted() -> None:
-    fabric = Fabric()
+    fabric = CommState()
     counted: list[tuple[int, str]] = []
     fabric.on_collective(lambda count, what: counted.append((count, what)))
     fabric.begin("a")

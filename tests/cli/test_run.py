@@ -202,9 +202,9 @@ def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
 RAISES = """\
 import os
 from holdfast.core.protocol.status_page import Phase
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 step = 4 + 5 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-Client.current().page.enter(Phase.FORWARD, step)
+WorkerClient.current().page.enter(Phase.FORWARD, step)
 raise ValueError(f"bad sample {step % 3}")
 """
 

@@ -33,8 +33,8 @@ def net() -> Iterator[Network]:
 LATE = """
 import sys, time
 from pathlib import Path
-from holdfast.runtime.worker.worker_client import Client
-client, go = Client.current(), Path(sys.argv[0]).with_name("enough")
+from holdfast.runtime.worker.worker_client import WorkerClient
+client, go = WorkerClient.current(), Path(sys.argv[0]).with_name("enough")
 if client.rank == 0:
     client.kv("set", ("result",), b"42")
 else:

@@ -31,8 +31,8 @@ LOOP = """
 import sys, time
 from pathlib import Path
 from holdfast.core.protocol.status_page import Phase
-from holdfast.runtime.worker.worker_client import Client
-client = Client.current()
+from holdfast.runtime.worker.worker_client import WorkerClient
+client = WorkerClient.current()
 enough = Path(sys.argv[0]).with_name("enough")
 print("rank", client.rank, "member", client.member_id, flush=True)
 for step in range(int(sys.argv[1])):

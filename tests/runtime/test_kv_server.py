@@ -168,9 +168,9 @@ import os, signal, sys
 from pathlib import Path
 from holdfast.core.ids import MemberId
 from holdfast.core.protocol.messages import KvRequest
-from holdfast.runtime import kv
-kv.LOG_SIZE_BYTES_MAX = 4000
-server = kv.KvServer.open(Path(sys.argv[1]))
+from holdfast.runtime.agent import kv_server
+kv_server.LOG_SIZE_BYTES_MAX = 4000
+server = kv_server.KvServer.open(Path(sys.argv[1]))
 folder, steps = str(Path(sys.argv[1]).parent), int(sys.argv[2])
 def trap(event, args):
     global steps

@@ -50,14 +50,13 @@ def with_values_of(first: Mapping[str, Plain], others: Iterable[Mapping[str, Any
     if not is_sessions(values):
         return values
     for other in others:
-        values["aliases"] = {**values["aliases"], **other["aliases"]}  # type: ignore[dict-item]
-        values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})  # type: ignore[misc]
-        values["state"] = {**other["state"], **values["state"]}  # type: ignore[dict-item]
+        values["aliases"] = {**values["aliases"], **other["aliases"]}
+        values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})
+        values["state"] = {**other["state"], **values["state"]}
         if "modules" in values:
-            values["modules"] = {**values["modules"], **other["modules"]}  # type: ignore[dict-item]
+            values["modules"] = {**values["modules"], **other["modules"]}
         values["optimizers"] = {
-            name: _joined(mine, other["optimizers"][name])  # type: ignore[index]
-            for name, mine in values["optimizers"].items()
+            name: _joined(mine, other["optimizers"][name]) for name, mine in values["optimizers"].items()
         }
     return values
 
