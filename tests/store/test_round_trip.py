@@ -149,7 +149,7 @@ def test_a_source_that_offers_the_wrong_bytes_is_named(tmp_path: Path) -> None:
             return memoryview(bytes(31))
 
     shares = plan(world.catalogue(), frozenset({0}))
-    with pytest.raises(StateError, match=r"'w': 31 bytes offered for box \[0:8\] of 32"):
+    with pytest.raises(StateError, match=r"'w': 31 bytes offered for part \[0:8\] of 32"):
         write_share(tmp_path, save_id(), world.catalogue(), shares, 0, Wrong(), {}, {})
 
 

@@ -80,7 +80,7 @@ class NumpyState:
         """
         array = self._by_box.get((fqn, box))
         if array is None:
-            raise StateError(f"tensor {fqn!r}: box {box} is not held here")
+            raise StateError(f"tensor {fqn!r}: part {box} is not held here")
         return _bytes(array)
 
     def targets(self) -> list[LoadTarget]:

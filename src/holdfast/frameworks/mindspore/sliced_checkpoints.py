@@ -104,7 +104,7 @@ class Slices:
         """The bytes of a whole tensor. Raises: StateError."""
         tensor = self._by_fqn.get(fqn)
         if tensor is None or box != Box.whole(tensor.shape):
-            raise StateError(f"tensor {fqn!r}: box {box} is not held here")
+            raise StateError(f"tensor {fqn!r}: part {box} is not held here")
         bits = tensor.bits()
         return bits.reshape(-1).view(np.uint8).data if bits.size else memoryview(b"")
 

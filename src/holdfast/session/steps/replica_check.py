@@ -88,8 +88,7 @@ class Verifier:
         """Before state goes anywhere, between two steps: all ranks know what each holds now, and copies are equal.
 
         Args:
-            collected: what this rank holds, and has published (``VoteCaster.tell``); None: not known, and no rank goes
-            on.
+            collected: what this rank holds, and has published (``VoteCaster.tell``); None: not known, no rank goes on.
 
         Returns: False when copies differ: the controller was told, and orders what follows.
 

@@ -230,7 +230,7 @@ def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
         refuse(where, f"tensor {record.fqn!r}: offsets, sizes and shape differ in length")
     for offset, size, length in zip(record.offsets, record.sizes, record.shape, strict=True):
         if offset < 0 or size < 0 or offset + size > length:
-            refuse(where, f"tensor {record.fqn!r}: box {record.box} is outside {list(record.shape)}")
+            refuse(where, f"tensor {record.fqn!r}: part {record.box} is outside {list(record.shape)}")
         size_bytes *= size
     if not 0 <= record.file < len(manifest.files):
         refuse(where, f"tensor {record.fqn!r}: no file {record.file}")

@@ -378,7 +378,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
         raise StateError(
-            f"tensor {tensor.fqn!r}: box {tensor.box} has not the dimensions of {list(tensor.shape)}"
+            f"tensor {tensor.fqn!r}: part {tensor.box} has not the dimensions of {list(tensor.shape)}"
         )
     if 0 in tensor.shape:
         return whole_cuts(len(tensor.shape))
@@ -388,7 +388,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
         raise StateError(f"tensor {tensor.fqn!r}: cuts of {len(tensor.cuts)} dimensions")
     box = cut_box(tensor.shape, tensor.cuts)
     if box != tensor.box and (box.numel or tensor.box.numel):
-        raise StateError(f"tensor {tensor.fqn!r}: box {tensor.box} is not the part {box} of its cuts")
+        raise StateError(f"tensor {tensor.fqn!r}: part {tensor.box} is not the part {box} of its cuts")
     return tensor.cuts
 
 
@@ -543,12 +543,12 @@ def _check_place(tensor: TensorEntry, grid: Grid) -> None:
         box = Box(region.offsets, region.sizes)
         if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
             raise StateError(
-                f"tensor {tensor.fqn!r}: box {list(box.offsets)} has not {len(tensor.shape)} dimensions"
+                f"tensor {tensor.fqn!r}: part {list(box.offsets)} has not {len(tensor.shape)} dimensions"
             )
         if any(s < 0 for s in box.sizes) or not whole.contains(box):
-            raise StateError(f"tensor {tensor.fqn!r}: box {box} is outside {list(tensor.shape)}")
+            raise StateError(f"tensor {tensor.fqn!r}: part {box} is outside {list(tensor.shape)}")
         if box.numel == 0 and box != whole:
-            raise StateError(f"tensor {tensor.fqn!r}: box {box} has no element")
+            raise StateError(f"tensor {tensor.fqn!r}: part {box} has no element")
 
 
 def check_name(fqn: str) -> None:

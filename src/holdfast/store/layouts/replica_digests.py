@@ -106,7 +106,7 @@ def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
     size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [
-        (str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]} ({len(part)} boxes)", part)
+        (str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]} ({len(part)} parts)", part)
         for part in parts
     ]
 

@@ -193,11 +193,11 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             StateError: names the broken rule.
         """
         if bool(self.cells) == bool(self.boxes):
-            raise StateError("catalogue: a grid needs cells or boxes, and not both")
+            raise StateError("catalogue: a grid needs cells or parts, and not both")
         if any(a.cuts >= b.cuts for a, b in pairwise(self.cells)) or any(
             (a.offsets, a.sizes) >= (b.offsets, b.sizes) for a, b in pairwise(self.boxes)
         ):
-            raise StateError("catalogue: the cells or boxes of a grid are not sorted and unique")
+            raise StateError("catalogue: the cells or parts of a grid are not sorted and unique")
         for ranks in self.holders:
             if not ranks or ranks[0] < 0 or ranks[-1] >= world or any(a >= b for a, b in pairwise(ranks)):
                 raise StateError("catalogue: the ranks of a cell are not ascending numbers below the world")

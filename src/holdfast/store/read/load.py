@@ -483,7 +483,7 @@ def _check_target(target: LoadTarget) -> None:
             f"got {target.buffer.nbytes} bytes of format {target.buffer.format!r}"
         )
     if len(target.box.sizes) != len(target.shape) or not Box.whole(target.shape).contains(target.box):
-        raise StateError(f"target {target.fqn!r}: box {target.box} is outside {list(target.shape)}")
+        raise StateError(f"target {target.fqn!r}: part {target.box} is outside {list(target.shape)}")
 
 
 class _Differences(msgspec.Struct):

@@ -334,7 +334,9 @@ def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> m
     data = memoryview(source.view(item.fqn, item.box)).cast("B")
     size_bytes = item.box.numel * item_size_bytes
     if len(data) != size_bytes:
-        raise StateError(f"tensor {item.fqn!r}: {len(data)} bytes offered for box {item.box} of {size_bytes}")
+        raise StateError(
+            f"tensor {item.fqn!r}: {len(data)} bytes offered for part {item.box} of {size_bytes}"
+        )
     start, stop = item.byte_range(item_size_bytes)
     return data[start:stop]
 
