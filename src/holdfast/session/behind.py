@@ -19,6 +19,7 @@ import xxhash
 from holdfast.adapters.base import Adapter
 from holdfast.core.messages import ExitAgreed
 from holdfast.core.vote import Tally
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
@@ -72,7 +73,7 @@ class Behind:
         """The script asks for the next step, or comes into a loop, or the session ends."""
         rank = self._rank
         self._tier.amend(rank.step)
-        rank.stand("")
+        rank.moved(ScriptEvent.RETURNED)
         tally, self._tally = self._tally, None
         if rank.fenced or tally is None:
             return  # what the vote said of saving and leaving is asked again after the recovery

@@ -27,6 +27,7 @@ from holdfast.adapters.base import (
 )
 from holdfast.core.page import Flag, Phase
 from holdfast.core.vote import Ballot, Tally
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.session.finite import Finite
 from holdfast.session.prove import Prover, place_in_script
@@ -477,6 +478,7 @@ class Blocks:
 
     def _give_up(self, step: Step, error: BaseException) -> None:
         """The user's own exception goes up."""
+        self._rank.moved(ScriptEvent.BLOCK_LEFT)
         if self._rank.fail() != "ready":
             self._left = f"step {step.number} was left by a {type(error).__name__}"
         self._adapter.release()
@@ -514,6 +516,7 @@ class Blocks:
             rank.await_end(Phase.TORN)
         adapter.abort()
         self._current = None
+        rank.moved(ScriptEvent.BLOCK_LEFT)
         if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():
             return
         if step.shared and not adapter.poisoned and rank.retry_now():
