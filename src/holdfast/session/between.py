@@ -57,7 +57,6 @@ class Between:
                 alone=True,
             )
         )
-        rank.moved(
-            ScriptEvent.STRAYED
-        )  # it holds the state, and the fence asks it: no decision lets it go on from here
+        # It holds the state, and the fence asks for it: no decision lets it go on from here.
+        rank.moved(ScriptEvent.STRAYED)
         rank.await_end()

@@ -92,54 +92,54 @@ P, E, A = ScriptPosition, ScriptEvent, Attendance
 
 
 class Moves(NamedTuple):
-    """Rows of the table with one ``event`` and one ``target``: from each of ``sources``."""
+    """Rows of the table: from each of ``sources``, ``event`` leads to ``target``; None: the position stays."""
 
     event: ScriptEvent
     sources: tuple[ScriptPosition, ...]
-    target: ScriptPosition
+    target: ScriptPosition | None
 
 
 _OUT_OF_BLOCK = tuple(p for p in P if p is not P.IN_BLOCK)
-_IN_LOOPS = tuple(p for p in P if p is not P.OUTSIDE)
+_SINCE_A_LOOP = tuple(p for p in P if p is not P.OUTSIDE)
 
 MOVES: tuple[Moves, ...] = (
     Moves(E.LOOP_AHEAD, (P.OUTSIDE, P.BETWEEN_LOOPS, P.BOUNDARY), P.BETWEEN_LOOPS),
     Moves(E.LOOP_AHEAD, (P.AT_STEP, P.BEFORE_BLOCK), P.BEFORE_BLOCK),
-    Moves(E.LOOP_AHEAD, (P.AT_BLOCK,), P.AT_BLOCK),
     Moves(E.LOOP_AHEAD, (P.AFTER_BLOCK, P.LEFT_LOOP), P.LEFT_LOOP),
     Moves(E.LOOP_AHEAD, (P.AFTER_LOOP, P.NEXT_LOOP), P.AFTER_LOOP),
+    Moves(E.LOOP_AHEAD, (P.AT_BLOCK,), None),
     Moves(E.LOOP_OPENED, (P.OUTSIDE, P.BETWEEN_LOOPS, P.BOUNDARY), P.BOUNDARY),
     Moves(E.LOOP_OPENED, (P.AT_STEP, P.BEFORE_BLOCK), P.AT_STEP),
-    Moves(E.LOOP_OPENED, (P.AT_BLOCK,), P.AT_BLOCK),
     Moves(E.LOOP_OPENED, (P.AFTER_BLOCK, P.LEFT_LOOP), P.AFTER_BLOCK),
     Moves(E.LOOP_OPENED, (P.AFTER_LOOP, P.NEXT_LOOP), P.NEXT_LOOP),
-    Moves(E.RETURNED, (P.OUTSIDE,), P.OUTSIDE),
+    Moves(E.LOOP_OPENED, (P.AT_BLOCK,), None),
     Moves(E.RETURNED, (P.BETWEEN_LOOPS, P.BEFORE_BLOCK, P.LEFT_LOOP, P.AFTER_LOOP), P.BETWEEN_LOOPS),
     Moves(E.RETURNED, (P.BOUNDARY, P.AT_STEP, P.AT_BLOCK, P.AFTER_BLOCK, P.NEXT_LOOP), P.BOUNDARY),
-    Moves(E.STEP_TAKEN, tuple(p for p in _OUT_OF_BLOCK if p is not P.OUTSIDE), P.AT_STEP),
+    Moves(E.RETURNED, (P.OUTSIDE,), None),
+    Moves(E.STEP_TAKEN, tuple(p for p in _SINCE_A_LOOP if p is not P.IN_BLOCK), P.AT_STEP),
     Moves(E.STEP_GIVEN, (P.AT_STEP,), P.BEFORE_BLOCK),
-    Moves(E.FRAMEWORK_DONE, (P.OUTSIDE,), P.OUTSIDE),
     Moves(E.FRAMEWORK_DONE, (P.BETWEEN_LOOPS, P.BOUNDARY), P.BOUNDARY),
     Moves(E.FRAMEWORK_DONE, (P.AT_STEP, P.BEFORE_BLOCK), P.AT_STEP),
-    Moves(E.FRAMEWORK_DONE, (P.AT_BLOCK,), P.AT_BLOCK),
-    Moves(E.FRAMEWORK_DONE, (P.IN_BLOCK,), P.IN_BLOCK),
     Moves(E.FRAMEWORK_DONE, (P.AFTER_BLOCK, P.LEFT_LOOP), P.AFTER_BLOCK),
     Moves(E.FRAMEWORK_DONE, (P.AFTER_LOOP, P.NEXT_LOOP), P.NEXT_LOOP),
-    Moves(E.HELD, (P.OUTSIDE,), P.OUTSIDE),
-    Moves(E.HELD, (P.BETWEEN_LOOPS, P.LEFT_LOOP, P.AFTER_LOOP), P.BETWEEN_LOOPS),
-    Moves(E.HELD, (P.BOUNDARY, P.AFTER_BLOCK, P.NEXT_LOOP), P.BOUNDARY),
+    Moves(E.FRAMEWORK_DONE, (P.OUTSIDE, P.AT_BLOCK, P.IN_BLOCK), None),
     Moves(E.HELD, (P.AT_STEP, P.BEFORE_BLOCK, P.AT_BLOCK), P.AT_BLOCK),
+    Moves(E.HELD, (P.BOUNDARY, P.AFTER_BLOCK, P.NEXT_LOOP), P.BOUNDARY),
+    Moves(E.HELD, (P.BETWEEN_LOOPS, P.LEFT_LOOP, P.AFTER_LOOP), P.BETWEEN_LOOPS),
+    Moves(E.HELD, (P.OUTSIDE,), None),
     Moves(E.BLOCK_BEGUN, _OUT_OF_BLOCK, P.IN_BLOCK),
-    Moves(E.BLOCK_ENDED, (P.IN_BLOCK, P.LEFT_LOOP, P.AFTER_LOOP), P.AFTER_BLOCK),  # invariant 6
+    Moves(E.BLOCK_ENDED, (P.IN_BLOCK, P.LEFT_LOOP, P.AFTER_LOOP), P.AFTER_BLOCK),  # see invariant 6
     Moves(E.BLOCK_LEFT, (P.IN_BLOCK,), P.BOUNDARY),
-    *(Moves(E.BLOCK_LEFT, (p,), p) for p in _OUT_OF_BLOCK),
-    Moves(E.LOOP_LEFT, _IN_LOOPS, P.LEFT_LOOP),
-    Moves(E.LOOP_OVER, _IN_LOOPS, P.AFTER_LOOP),
+    Moves(E.BLOCK_LEFT, _OUT_OF_BLOCK, None),
+    Moves(E.LOOP_LEFT, _SINCE_A_LOOP, P.LEFT_LOOP),
+    Moves(E.LOOP_OVER, _SINCE_A_LOOP, P.AFTER_LOOP),
     Moves(E.TURN_ENDED, _OUT_OF_BLOCK, P.AFTER_LOOP),
 )
 
 TABLE: Mapping[tuple[ScriptPosition, ScriptEvent], ScriptPosition] = {
-    (source, moves.event): moves.target for moves in MOVES for source in moves.sources
+    (source, moves.event): source if moves.target is None else moves.target
+    for moves in MOVES
+    for source in moves.sources
 }
 """(position, event) -> position; what is not here cannot happen."""
 
