@@ -55,7 +55,7 @@ class ScriptPosition(StrEnum):
 
 
 class ScriptEvent(StrEnum):
-    """What the main thread does next. The last five change the attendance."""
+    """What the main thread does next. The last five, and ``block_begun``, change the attendance."""
 
     LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop of the past was passed over
     LOOP_OPENED = "loop_opened"
@@ -166,7 +166,6 @@ ATTENDANCES: Mapping[tuple[Attendance, ScriptEvent], Attendance] = {
 """(attendance, event) -> attendance; other events leave it as it is, or cannot happen."""
 
 _OF_ATTENDANCE = frozenset({E.SECTION_BEGUN, E.SECTION_ENDED, E.SECTION_CUT, E.STRAYED, E.TURN_DONE})
-_OF_BOTH = frozenset({E.BLOCK_BEGUN})
 _MISUSE = frozenset(
     {
         E.LOOP_AHEAD, E.LOOP_OPENED, E.RETURNED, E.STEP_TAKEN, E.HELD, E.BLOCK_BEGUN, E.TURN_ENDED,
@@ -269,14 +268,16 @@ class ScriptMachine:
             InternalError: the session did.
         """
         position, attendance = self._position, self._attendance
-        if event in _OF_ATTENDANCE or event in _OF_BOTH:
+        if event in _OF_ATTENDANCE:
             attendance = self._attendance_after(event)
-        if event not in _OF_ATTENDANCE:
+        else:
+            if event is E.BLOCK_BEGUN:  # also the end of an absence
+                attendance = self._attendance_after(event)
             position = self._position_after(event)
             self._again = again and event is E.STEP_GIVEN
         self._position, self._attendance, self._rules = position, attendance, RULES[position]
         self._story.append((event, position, attendance))
-        if event in (E.LOOP_LEFT, E.LOOP_OVER):
+        if event is E.LOOP_LEFT or event is E.LOOP_OVER:
             self._rewinds_to = NO_REWIND
         elif event is E.FRAMEWORK_DONE:
             self._by_framework = True
