@@ -225,27 +225,28 @@ def test_a_step_that_was_given_again_repeats_until_its_block() -> None:
 
 def test_a_loop_is_unfinished_until_it_or_its_turn_has_ended() -> None:
     machine = machine_at(P.BOUNDARY)
-    assert not machine.unfinished
+    seen = [machine.unfinished]
     machine.run_loop(unfinished=True)
     machine.handle(E.LOOP_LEFT)
-    assert machine.unfinished, "the script has left it before its end"
+    seen.append(machine.unfinished)
     machine.handle(E.TURN_ENDED)
     machine.handle(E.TURN_DONE)
-    assert not machine.unfinished
+    seen.append(machine.unfinished)
     machine.run_loop(unfinished=True)
     machine.end_loop()
-    assert not machine.unfinished
+    assert [*seen, machine.unfinished] == [False, True, False, False]
 
 
 def test_a_replacement_joins_once_and_restores_in_between() -> None:
     machine = ScriptMachine(joining=True)
-    assert machine.joining and not machine.restoring
+    seen = [(machine.joining, machine.restoring)]
     machine.join()
     machine.begin_restore()
-    assert machine.restoring and not machine.joining
+    seen.append((machine.joining, machine.restoring))
     machine.end_restore()
     machine.forbid_rewind()
-    assert not machine.restoring and machine.offers_rewind == NO_REWIND
+    assert [*seen, (machine.joining, machine.restoring)] == [(True, False), (False, True), (False, False)]
+    assert machine.offers_rewind == NO_REWIND
 
 
 # ---------------------------------------------------------------- properties

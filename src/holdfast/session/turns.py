@@ -91,6 +91,7 @@ class Turns:
 
     def _begin(self, part: Part) -> None:
         rank, walk = self._rank, self._loops.walk
+        rank.script.require(ScriptEvent.LOOP_AHEAD)  # before anything is copied
         if self._leaving():
             raise SystemExit(0)
         step = walk.begin(part, rank.step)

@@ -285,6 +285,10 @@ class ScriptMachine:
             self._unfinished = False
         return position
 
+    def require(self, event: ScriptEvent) -> None:
+        """Change nothing. Raises: StepError, InternalError: ``event`` does not fit the position."""
+        self._position_after(event)
+
     def run_loop(self, *, unfinished: bool) -> None:
         """The loop that has opened runs; ``unfinished``: it has an end, before which it may be left."""
         self._unfinished = unfinished
