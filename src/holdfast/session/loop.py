@@ -211,12 +211,10 @@ class Loops:
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # code that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
-            with self._rank.changed:
-                self._rank.script.allow_rewind(self._rank.step)
+            self._allow_rewind()
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
         end, begun_at = self._bound[1], self._rank.step
-        with self._rank.changed:
-            self._rank.script.run_loop(unfinished=feed is not None or end is None or end < ENDLESS)
+        self._begin_loop(unfinished=feed is not None or end is None or end < ENDLESS)
         if self.walk.inside and saved_loop < loop:
             self.renew()
         back()  # also from behind the block from which it has left the loop before this one
@@ -235,9 +233,7 @@ class Loops:
                 self._leave(certain=leaves(sys._getframe(1)))
             raise
         finally:
-            # Left by the script, there are no copies of before what follows; it belongs to the last step's state.
-            left_it = self._rank.script.unfinished
-            self._rank.moved(ScriptEvent.LOOP_LEFT if left_it else ScriptEvent.LOOP_OVER)
+            self._out_of_loop()
             self._feed = None
             for one in (feed, *self._others.values()):
                 if one is not None:
@@ -258,10 +254,24 @@ class Loops:
             if certain:
                 self._forget_loop()
 
+    def _allow_rewind(self) -> None:
+        """The open loop can go back to where it begins."""
+        with self._rank.changed:
+            self._rank.script.allow_rewind(self._rank.step)
+
+    def _begin_loop(self, *, unfinished: bool) -> None:
+        with self._rank.changed:
+            self._rank.script.run_loop(unfinished=unfinished)
+
     def _forget_loop(self) -> None:
         """The open loop is over for the whole job."""
         with self._rank.changed:
             self._rank.script.end_loop()
+
+    def _out_of_loop(self) -> None:
+        """Left by the script, there are no copies of before what follows; it belongs to the last step's state."""
+        left = self._rank.script.unfinished
+        self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
         """The script has come back to the session.
