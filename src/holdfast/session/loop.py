@@ -255,7 +255,7 @@ class Loops:
                 self._forget_loop()
 
     def _allow_rewind(self) -> None:
-        """The open loop can go back to where it begins."""
+        """Report that the open loop can go back to where it begins."""
         with self._rank.changed:
             self._rank.script.allow_rewind(self._rank.step)
 
@@ -264,12 +264,12 @@ class Loops:
             self._rank.script.run_loop(unfinished=unfinished)
 
     def _forget_loop(self) -> None:
-        """The open loop is over for the whole job."""
+        """Report that the open loop is over for the whole job."""
         with self._rank.changed:
             self._rank.script.end_loop()
 
     def _out_of_loop(self) -> None:
-        """Left by the script, there are no copies of before what follows; it belongs to the last step's state."""
+        """Report that the script is out of the loop. After a loop that was left, there are no copies to put back."""
         left = self._rank.script.unfinished
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
