@@ -20,15 +20,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast, get_args
 
 import pytest
 
-from holdfast.core.worker.position import NO_REWIND, ScriptEvent, ScriptMachine
+from holdfast.core.worker.position import (
+    ATTENDANCES,
+    NO_REWIND,
+    RULES,
+    Attendance,
+    Awaited,
+    PositionRules,
+    ScriptEvent,
+    ScriptMachine,
+    ScriptPosition,
+)
 from holdfast.errors import HoldfastError
 
 HERE = Path(__file__).parent
 BREAK = "----"
 BLOCK = (ScriptEvent.STEP_TAKEN, ScriptEvent.STEP_GIVEN, ScriptEvent.BLOCK_BEGUN, ScriptEvent.BLOCK_ENDED)
+
+AWAITED = {"step": "its block", "block": "its next step", "loop": "its next loop", "": "nothing"}
+WITHOUT_EFFECT = {
+    (position, "can_rewind") for position in ("outside", "between_loops", "after_loop", "next_loop")
+}
+"""A script is there without a loop that could go back."""
 
 
 class Player:
@@ -81,8 +98,9 @@ class Player:
         moment = {"now": "the state of now", "boundary": "the state of the boundary"}[
             machine.gives(aborted=aborted)
         ]
-        yield f"to a replacement: {'waits for the script' if machine.awaits(replaces=True) else moment}"
-        yield f"to a save: {'waits for the script' if machine.awaits(replaces=False) else 'the boundary'}"
+        wait = f"waits for {AWAITED[machine.rules.awaited]}, then "
+        yield f"to a replacement: {wait if machine.awaits(replaces=True) else ''}{moment}"
+        yield f"to a save: {wait if machine.awaits(replaces=False) else ''}the state of the boundary"
         step = machine.offers_rewind
         yield f"goes back: {'no' if step == NO_REWIND else f'to step {step} or later'}"
         if machine.may_hold_other_weights:
@@ -116,8 +134,40 @@ def test_a_scenario_ends_as_it_is_written(path: Path) -> None:
     assert played(text) == text
 
 
-def test_there_are_scenarios() -> None:
-    assert len(list(HERE.glob("*.txt"))) >= 10
+def changed(rules: PositionRules) -> Iterator[tuple[str, PositionRules]]:
+    """Mutants of one row: the field, and the row with another value there."""
+    for field in ("can_rewind", "guarded"):
+        yield field, rules._replace(**{field: not getattr(rules, field)})
+    yield "gives", rules._replace(gives="boundary" if rules.gives == "now" else "now")
+    for awaited in get_args(Awaited):
+        if awaited != rules.awaited:
+            yield "awaited", rules._replace(awaited=awaited)
+
+
+@pytest.mark.parametrize("position", list(RULES))
+def test_a_rule_that_is_another_one_changes_a_scenario(
+    monkeypatch: pytest.MonkeyPatch, position: ScriptPosition
+) -> None:
+    texts = [path.read_text() for path in HERE.glob("*.txt")]
+    for field, mutant in changed(RULES[position]):
+        with monkeypatch.context() as context:
+            context.setitem(cast(dict[ScriptPosition, PositionRules], RULES), position, mutant)
+            caught = any(played(text) != text for text in texts)
+        assert caught or (position.value, field) in WITHOUT_EFFECT, f"no scenario needs {field}: {mutant}"
+
+
+@pytest.mark.parametrize("pair", list(ATTENDANCES), ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def test_each_row_of_the_attendance_is_in_a_scenario(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Attendance, ScriptEvent]
+) -> None:
+    monkeypatch.delitem(cast(dict[tuple[Attendance, ScriptEvent], Attendance], ATTENDANCES), pair)
+    failed = 0
+    for path in HERE.glob("*.txt"):
+        try:
+            failed += played(path.read_text()) != path.read_text()
+        except HoldfastError:  # in `loop` or `blocks=N`
+            failed += 1
+    assert failed
 
 
 if __name__ == "__main__":
