@@ -136,8 +136,8 @@ def test_a_scenario_ends_as_it_is_written(path: Path) -> None:
 
 def changed(rules: PositionRules) -> Iterator[tuple[str, PositionRules]]:
     """Mutants of one row: the field, and the row with another value there."""
-    for field in ("can_rewind", "guarded"):
-        yield field, rules._replace(**{field: not getattr(rules, field)})
+    yield "can_rewind", rules._replace(can_rewind=not rules.can_rewind)
+    yield "guarded", rules._replace(guarded=not rules.guarded)
     yield "gives", rules._replace(gives="boundary" if rules.gives == "now" else "now")
     for awaited in get_args(Awaited):
         if awaited != rules.awaited:
