@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.worker.position import ScriptPosition
-from holdfast.integrations.replay import Replay
+from holdfast.integrations.session_in_loop import Replay
 from tests.session.test_solo import Job
 
 pytestmark = pytest.mark.torch
