@@ -15,14 +15,14 @@ import xxhash
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
 from holdfast.frameworks.common.adapter import Adapter, Collected
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
 
-class Given:
+class TransferSnapshot:
     """The state to give."""
 
-    def __init__(self, rank: Rank, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
         self._rank = rank
         self._adapter = adapter
 

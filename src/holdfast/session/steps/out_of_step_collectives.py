@@ -15,7 +15,7 @@ import logging
 
 from holdfast.core.protocol.messages import StateRefused
 from holdfast.core.worker.position import ScriptEvent
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
@@ -23,10 +23,10 @@ BARRIER = "barrier"
 WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
-class Between:
+class CollectiveGuard:
     """Hears of every collective of this process."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._warned = False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
@@ -22,7 +22,7 @@ log = logging.getLogger("holdfast")
 class Sections:
     """All sections of one session, one at a time."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._left = ""  # since the last committed step, by an exception
         self._owed = ""  # cut off in the life before this one, and not run again yet
