@@ -27,7 +27,7 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
     def collect(rebuilt: bool) -> Any:
         nonlocal collected
         collected += 1
-        return SimpleNamespace(view=lambda fqn, box: memoryview(b""))
+        return SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {"collected": collected}
 
     def read(offer: StateOffered) -> object:
         found = fetch({0: (offer.host, offer.port)}, [], run.token(), offer.generation, (0,))
@@ -44,7 +44,6 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         client,
         boundary=lambda settle: True,
         collect=collect,
-        values=lambda found: {"collected": collected},
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=require),
         refuse=lambda *given: refused.append(given),
     )
@@ -76,8 +75,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
     giver = StateSource(
         client,
         boundary=lambda settle: True,
-        collect=lambda rebuilt: SimpleNamespace(view=lambda fqn, box: memoryview(b"")),
-        values=lambda found: {},
+        collect=lambda rebuilt: (SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {}),
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=lambda step: None),
         refuse=lambda *given: offers.append(given),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.ids import Generation
+from holdfast.core.worker.position import ScriptMachine
 from holdfast.errors import StepError
 from holdfast.frameworks.common.adapter import Adapter
 from holdfast.session.steps.nonfinite import NonfiniteCheck
@@ -44,7 +45,7 @@ class Newcomer(StepParticipant):
     joins = 0
 
     def join(self) -> None:
-        self.joining = False
+        self.script.join()
         self.joins += 1
 
     def retry_now(self) -> bool:
@@ -58,7 +59,7 @@ def test_a_newcomer_rehearses_once_and_then_joins() -> None:
     rank = Newcomer(typed, None)
     with rank.changed:
         rank.machine.open(10)
-    rank.joining = True
+    rank.script = ScriptMachine(joining=True)
     owner: Any = GateAdapter()
     blocks = StepRunner(rank, typed, VoteCaster(rank, typed), owner, NonfiniteCheck(typed, "ignore"))
     step = Step(blocks, 10)

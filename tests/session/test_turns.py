@@ -208,6 +208,24 @@ def test_a_break_behind_a_block_that_does_not_count_is_an_error(tmp_path: Path) 
 
 
 @pytest.mark.torch
+def test_a_phase_in_a_block_is_an_error_that_says_where_the_script_was(tmp_path: Path) -> None:
+    """The vote on its end was made inside the step, without a word."""
+    script = Script()
+    with (
+        pytest.raises(StepError, match="'loop_ahead' does not fit a script that is in_block") as caught,
+        script.session(tmp_path) as s,
+    ):
+        for step in s.steps(script.loader):
+            with step:
+                for _ in s.phase("warmup"):
+                    script.done.append(step.number)
+    assert (
+        "step_given -> before_block" in caught.value.message and "outside of the block" in caught.value.hint
+    )
+    assert script.done == []
+
+
+@pytest.mark.torch
 def test_a_script_that_ends_without_the_loop_of_the_job_is_an_error(tmp_path: Path) -> None:
     script = Script()
     with pytest.raises(ZeroDivisionError), script.session(tmp_path) as s:

@@ -283,7 +283,7 @@ def test_a_spare_that_trains_on_what_it_was_built_with() -> None:
 
         def _receive(self, order: Receive) -> None:
             super()._receive(order)
-            if self.opened and self._joining:
+            if self.opened and self.script.joining:
                 self.applied = 0
 
     class Mutant(World):

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from holdfast.core.protocol.messages import Leave, SessionOpened
 from holdfast.core.protocol.status_page import PageFlag, Phase
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import (
     HoldfastError,
@@ -137,13 +138,9 @@ class Session(ScriptLoops):
         )
         self._sections = Sections(self._rank)
         self._between = CollectiveGuard(self._rank)
-        self._loops = Loops(
-            self._rank, self._adapter, self._parts, self._tier, self._between, settings.verify_data
-        )
+        self._loops = Loops(self._rank, self._adapter, self._parts, self._tier, settings.verify_data)
         self._votes = VoteCaster(self._rank, self._adapter)
-        self._turns = Turns(
-            self._rank, self._adapter, self._loops, self._between, self._votes.cast, self._leaves
-        )
+        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes.cast, self._leaves)
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Checkpointer(
             self._rank, self._adapter, self.root, run.saves_as, self._finite.keeps(settings.keep),
@@ -416,9 +413,10 @@ class Session(ScriptLoops):
             StepError: inside the block of a step, or inside another section.
         """
         self._asked()
-        if self._blocks.current is not None or self._sections.open:
+        nested = self._rank.script.in_section
+        if self._blocks.current is not None or nested:
             raise StepError(
-                f"section {name!r} inside {'another section' if self._sections.open else 'a step'}",
+                f"section {name!r} inside {'another section' if nested else 'a step'}",
                 hint="announce sections between steps: with s.section(name): ...",
             )
         with self._sections.run(name):
@@ -426,8 +424,7 @@ class Session(ScriptLoops):
 
     def framework_stands(self) -> None:
         """The loop is another library's: what it has done before its next block, setting itself up first, is done."""
-        self._between.leave()
-        self._saver.given.by_framework = True
+        self._rank.moved(ScriptEvent.FRAMEWORK_DONE)
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
@@ -477,7 +474,6 @@ class Session(ScriptLoops):
         with self._reading(following):
             self._votes.tell()
             self._tier.committing(following, tally.keep)
-        self._rank.stand("block")
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
@@ -543,7 +539,7 @@ class Session(ScriptLoops):
     def _fall(self, error: Exception) -> None:
         """An exception leaves the session: what can be kept of the last committed step is kept."""
         rank = self._rank
-        rank.away = True
+        rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
         broken = self._adapter.poisoned or rank.fenced or self._adapter.is_fault(error)
         if not broken:

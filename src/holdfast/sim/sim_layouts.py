@@ -11,7 +11,7 @@ from functools import cache
 from typing import Protocol
 
 from holdfast.core.ids import NO_VERSION, LayoutVersion, MemberId, SaveId
-from holdfast.core.protocol.health_messages import CopyDigest, ranks_text
+from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Message, Receive
 from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
@@ -127,6 +127,18 @@ class SimLayouts:
     def copy(self, differs: bool) -> CopyDigest:
         """What this rank says of its copy when it is asked."""
         return CopyDigest(_text(self._sharers()), "w", self._content(differs))
+
+    def tell_difference(self, differs: bool) -> None:
+        """A vote has found that copies differ: what this rank's copy is."""
+        owner = self._owner
+        owner.send(
+            CopiesDiffer(
+                member_id=owner.member_id,
+                generation=owner.machine.generation,
+                step=owner.machine.step,
+                copies=(self.copy(differs),),
+            )
+        )
 
     def _content(self, differs: bool) -> int:
         """Another one for each rank whose copy has a flipped bit: two flips do not make two copies equal."""

@@ -1,4 +1,4 @@
-"""A simulated training process: the real step machine and vote, an abstract training loop around them."""
+"""A simulated training process: the real step and script machines and vote, an abstract training loop around them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from holdfast.core.decide.decision import RankReport
 from holdfast.core.ids import MEMORY, Generation, LayoutVersion, MemberId, NodeId, SaveId
-from holdfast.core.protocol.health_messages import CopiesDiffer, StateDigests
+from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.messages import (
     Assignment,
     Catalogued,
@@ -36,6 +36,7 @@ from holdfast.core.protocol.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.worker.position import ScriptEvent, ScriptMachine
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.exit_codes import Exit
@@ -79,6 +80,7 @@ class SimWorker:
         self.member_id: MemberId = seat.member_id
         self.rank = seat.rank
         self.machine = StepMachine(order.generation, self._observe)
+        self.script = ScriptMachine(joining=order.join)
         self.applied: int | None = 0
         self.alive = True
         self.flipped = False  # a bit of its own copy has changed
@@ -98,7 +100,6 @@ class SimWorker:
         self.repeated: dict[type[Message], Message] = {}
         self.queued: list[Message] = []
         self._resume = order.resume
-        self._joining = order.join
         self._settled: Settle | None = None  # serve the state of this decision
         self._newest = order.generation
         self._told: tuple[Generation, RankState, int] | None = None
@@ -109,14 +110,13 @@ class SimWorker:
         self._tally: Tally | None = None
         self._voted = 0  # the number of the last vote of a step
         self._released = False
-        self._floor = -1
 
     # ---------------------------------------------------------------- process
 
     def start(self) -> None:
         """The process exists: hello, then import, load, open the session."""
         self.hello()
-        self._later(self.world.jitter(0.02, 0.06), "open", self._ask if self._joining else self._open)
+        self._later(self.world.jitter(0.02, 0.06), "open", self._ask if self.script.joining else self._open)
 
     def report(self) -> RankReport:
         """Where this rank stands, as far as anyone can know: what it answered to the newest fence, or its page."""
@@ -205,7 +205,8 @@ class SimWorker:
 
     def _open_at(self, step: int, *, replayed: bool = False) -> None:
         self.world.memory.opened(self.rank, step, replayed=replayed)
-        self._floor = step
+        self._moved(ScriptEvent.LOOP_OPENED, ScriptEvent.RETURNED)
+        self.script.allow_rewind(step)
         self.applied = step
         self.opened = True
         opened = SessionOpened(
@@ -224,7 +225,7 @@ class SimWorker:
 
     def _receive(self, order: Receive) -> None:
         """A newcomer takes its shard from a source that holds it, rehearses, and joins."""
-        if self.opened or not self._joining:
+        if self.opened or not self.script.joining:
             return
         shards, memory = self.world.store.shards, self.world.memory
         holders = [int(r) for r in order.sources if int(r) % shards == self.rank % shards]
@@ -254,6 +255,7 @@ class SimWorker:
             self._leave_loop("done")
             return
         if self.machine.begin():
+            self._moved(ScriptEvent.STEP_TAKEN, ScriptEvent.STEP_GIVEN, ScriptEvent.BLOCK_BEGUN)
             where = (self.machine.generation, self.machine.step)
             delay_s = COMPUTE_S * self.world.jitter(0.9, 1.1)
             self._later(delay_s, "computed", lambda: self._computed(where))
@@ -287,7 +289,7 @@ class SimWorker:
         self.holding.read(tally)
         if tally.differ:
             self.machine.vote_refused()
-            self._copies_differ()
+            self.holding.tell_difference(self.flipped)
         elif not tally.passed:
             self.machine.vote_refused()
             self._fault_seen(tally.reason)
@@ -329,7 +331,9 @@ class SimWorker:
 
     def _committed(self) -> None:
         self.holding.drift()
+        self._moved(ScriptEvent.BLOCK_ENDED)
         self.machine.end_block()
+        self._moved(ScriptEvent.RETURNED)
         self._vouch()
         self._write_ordered()
         self._offer()
@@ -358,7 +362,7 @@ class SimWorker:
         self._next_step()
 
     def _leave_loop(self, reason: str) -> None:
-        self._floor = -1
+        self._moved(ScriptEvent.LOOP_OVER)
 
         def leave() -> None:
             self._save("exit" if reason == "exit" else "final")
@@ -384,7 +388,7 @@ class SimWorker:
         first, self._asking = self._asking, False
         here = (self.machine.generation, self.machine.step)
         if tally.differ:
-            self._copies_differ()
+            self.holding.tell_difference(self.flipped)
         elif tally.moved:
             version = self._wants = self.holding.told.version
             self._later(CATALOGUE_TIMEOUT_S, "no catalogue", lambda: self._came(version, late=True))
@@ -399,16 +403,6 @@ class SimWorker:
         """The catalogue that is waited for may be there; without it the next vote says that it never came."""
         if self._wants == version and (late or self.holding.have >= version):
             self._between(1, self.holding.digest(self.flipped))
-
-    def _copies_differ(self) -> None:
-        self.send(
-            CopiesDiffer(
-                member_id=self.member_id,
-                generation=self.machine.generation,
-                step=self.machine.step,
-                copies=(self.holding.copy(self.flipped),),
-            )
-        )
 
     def _vouch(self) -> None:
         settle = self._given
@@ -556,7 +550,8 @@ class SimWorker:
         self._offer()
 
     def _resumed(self, resume: ResumeInPlace) -> None:
-        waits = self._joining if self.machine.fenced is None else self.machine.fenced == resume.generation
+        fenced = self.machine.fenced
+        waits = self.script.joining if fenced is None else fenced == resume.generation
         if waits and resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
             self._told = (resume.generation, self.machine.state, resume.step)
             self.applied = self.world.memory.load(self.rank, resume.step)
@@ -564,7 +559,9 @@ class SimWorker:
             self.machine.rewind(resume.step)
         if not waits or not self.machine.retry(resume.generation):
             return
-        self._joining = self._vouching = False
+        self.script.join()
+        self._moved(ScriptEvent.BLOCK_LEFT)
+        self._vouching = False
         self._told, self._reached, self._order, self._tally = None, False, None, None
         self.world.collectives.group(resume.generation).members.add(self.member_id)
         self._next_step()
@@ -573,6 +570,10 @@ class SimWorker:
         if not self._released:
             self._released = True
             self._later(0.01, "return", lambda: self.world.died(self, int(Exit.OK), None))
+
+    def _moved(self, *events: ScriptEvent) -> None:
+        for event in events:
+            self.script.handle(event)
 
     def _observe(self, old: RankState, new: RankState, step: int) -> None:
         self.world.moved(self, old, new)
@@ -592,6 +593,6 @@ class SimWorker:
             state=self.machine.state,
             step=self.machine.step,
             kept=self.world.memory.steps(self.rank),
-            rewind=self._floor,
+            rewind=self.script.offers_rewind,
         )
         self.send(settled)

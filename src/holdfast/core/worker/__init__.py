@@ -1,2 +1,5 @@
-"""The step protocol of one rank: ``step`` is its table, ``vote`` what all ranks sum before an update, and
-``layout_agreement`` what a rank has published of its layout."""
+"""One rank of a job, as pure machines.
+
+``step`` is the table of the step protocol, ``position`` that of the script around it, ``vote`` what all ranks sum
+before an update, and ``layout_agreement`` what a rank has published of its layout.
+"""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import xxhash
 
 from holdfast.core.protocol.messages import ExitAgreed
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.frameworks.common.adapter import Adapter
@@ -79,7 +80,7 @@ class AfterBlock:
         """The script asks for the next step, or comes into a loop, or the session ends."""
         rank = self._rank
         self._tier.amend(rank.step)
-        rank.stand("")
+        rank.moved(ScriptEvent.RETURNED)
         tally, self._tally = self._tally, None
         if rank.fenced or tally is None:
             return  # what the vote said of saving and leaving is asked again after the recovery

@@ -24,6 +24,7 @@ from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import SaveReported, Settle
 from holdfast.core.protocol.status_page import Phase
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.frameworks.common.adapter import Adapter, Collected, KnowsWeights, PinsMemory
@@ -85,9 +86,6 @@ class Checkpointer:
         tier: what this rank keeps in memory.
         lineage: this run, and those that it came from.
         watched: a launcher reads the event log, and tells what was saved.
-
-    Attributes:
-        given: what newcomers get.
     """
 
     def __init__(
@@ -132,14 +130,13 @@ class Checkpointer:
         # All that one decision asks for waits once.
         self._script_until: tuple[Generation, float] | None = None
         self._weights_until: tuple[Generation, float] | None = None
-        self.given = TransferSnapshot(rank, adapter)
+        self._given = TransferSnapshot(rank, adapter)
         self._giver: StateSource | None = None
         if rank.client is not None:
             self._giver = StateSource(
                 rank.client,
                 self._await_boundary,
-                self._collected_to_give,
-                self._values_to_give,
+                self._to_give,
                 tier,
                 rank.refuse,
             )
@@ -201,14 +198,16 @@ class Checkpointer:
         tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
 
-    def _collected_to_give(self, frozen: bool) -> Collected:
+    def _collected_to_give(self, frozen: bool) -> tuple[Collected, bool]:
         """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
-        collected = self.given.collect(frozen)
+        collected, at_block = self._given.collect(frozen)
         self._votes.tell(collected)
-        return collected
+        return collected, at_block
 
-    def _values_to_give(self, collected: Collected) -> dict[str, object]:
-        return {**self._values(collected), "at_block": self.given.at_block}
+    def _to_give(self, frozen: bool) -> tuple[Collected, dict[str, object]]:
+        """The same, and the plain values with it."""
+        collected, at_block = self._collected_to_give(frozen)
+        return collected, {**self._values(collected), "at_block": at_block}
 
     def _plan(self) -> tuple[Catalogue, SavePlan]:
         """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
@@ -408,7 +407,7 @@ class Checkpointer:
         """Tell what this rank is about to save or to give: its layout, if it has changed, and the digests."""
         copies: tuple[CopyDigest, ...] = ()
         try:
-            collected = self._collected_to_give(self._await_boundary(settle))
+            collected, _ = self._collected_to_give(self._await_boundary(settle))
             if self._verifier.active:
                 copies = self._verifier.digests(collected)
         except HoldfastError as error:
@@ -442,7 +441,7 @@ class Checkpointer:
         """
         rank = self._rank
         with rank.changed:
-            while rank.goes_back or not (
+            while rank.script.restoring or not (
                 rank.state in ("ready", "aborted", "finished") and rank.step == settle.step
             ):
                 if rank.state == "torn" or rank.machine.fenced != settle.generation:
@@ -460,21 +459,20 @@ class Checkpointer:
         What it does before the block of the step is not, but a newcomer need not do what this rank has
         (``transfer_snapshot.py``).
         """
-        if self._rank.behind == "out" and (settle.then != "replace" or self.given.by_framework):
-            return
         rank = self._rank
         if self._script_until is None or self._script_until[0] != settle.generation:
             self._script_until = settle.generation, time.monotonic() + SCRIPT_TIMEOUT_S
-        while rank.comes_back and rank.machine.fenced == settle.generation:
+        replaces = settle.then == "replace"
+        while rank.script.awaits(replaces=replaces) and rank.machine.fenced == settle.generation:
             if time.monotonic() > self._script_until[1]:
-                if rank.behind == "block":
+                if rank.script.rules.awaited == "block":
                     log.warning(
                         "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
                         "do not do it again; what takes long belongs before a block, or behind the loop",
                         rank.step - 1,
                         SCRIPT_TIMEOUT_S,
                     )
-                    rank.stray()
+                    rank.moved(ScriptEvent.STRAYED)
                 return
             rank.changed.wait(POLL_S)
 
@@ -491,14 +489,15 @@ class Checkpointer:
         while self._has_other_weights() and rank.machine.fenced == settle.generation:
             with rank.changed:
                 if time.monotonic() > self._weights_until[1]:
-                    rank.stray()
+                    rank.moved(ScriptEvent.STRAYED)
                     break
                 rank.changed.wait(WEIGHTS_POLL_S)
         self._require_weights()
 
     def _has_other_weights(self) -> bool:
         adapter = self._adapter  # in the block the script trains with what it has put there
-        return bool(self._rank.behind) and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
+        away = self._rank.script.may_hold_other_weights
+        return away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
 
     def _require_weights(self) -> None:
         """Raises: StateError."""

@@ -56,8 +56,7 @@ class StateSource:
     Args:
         client: tells the controller where the state is served.
         boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
-        collect: the state at that moment.
-        values: plain values common to all ranks, given the collected state.
+        collect: the state at that moment, and plain values common to all ranks.
         memory: of this rank.
         refuse: tells the controller that it is not.
     """
@@ -66,8 +65,7 @@ class StateSource:
         self,
         client: WorkerClient,
         boundary: Callable[[Settle], bool],
-        collect: Callable[[bool], Collected],
-        values: Callable[[Collected], Mapping[str, object]],
+        collect: Callable[[bool], tuple[Collected, Mapping[str, object]]],
         memory: MemoryTierQuery,
         refuse: Callable[[Generation, int, CheckpointInvalid], None],
     ) -> None:
@@ -76,7 +74,6 @@ class StateSource:
         self._client = client
         self._boundary = boundary
         self._collect = collect
-        self._values = values
         self._server: StateServer | None = None
         self._given: tuple[Settle, int] | None = None  # what the server is for, and its port
         self._host = _reachable(client)
@@ -110,8 +107,8 @@ class StateSource:
         try:
             if settle.replays:
                 self._memory.require_replayable(settle.step)
-            collected = self._collect(frozen)
-            values = encode_values(dict(self._values(collected)))
+            collected, plain = self._collect(frozen)
+            values = encode_values(dict(plain))
             service = state_of(self._client.rank, settle.generation)
             token = _token(self._client)
             server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)

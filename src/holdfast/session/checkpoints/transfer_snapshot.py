@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import xxhash
 
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
 from holdfast.frameworks.common.adapter import Adapter, Collected
 from holdfast.session.steps.participant import StepParticipant
@@ -19,40 +20,35 @@ from holdfast.store.format.json_values import encode_values
 
 
 class TransferSnapshot:
-    """The state to give.
-
-    Attributes:
-        at_block: what stands before the block of the step is done here.
-        by_framework: the loop is another library's, which does all its work between two steps there, and brings a
-            newcomer to its place itself.
-    """
+    """The state to give."""
 
     def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
-        self.at_block = self.by_framework = False
         self._rank = rank
         self._adapter = adapter
 
-    def collect(self, frozen: bool) -> Collected:
+    def collect(self, frozen: bool) -> tuple[Collected, bool]:
         """The state, at the start of an aborted block when ``frozen``.
+
+        Returns:
+            It, and whether what stands before the block of the step is done here.
 
         Raises:
             StateError: the script has changed it before the block; told, for a decision that starts all again.
         """
         rank, adapter = self._rank, self._adapter
-        self.at_block = frozen or rank.at_block or self.by_framework
-        if self.by_framework:
-            return adapter.collect(frozen=frozen)
+        at_block = rank.script.gives(aborted=frozen) == "now"
+        if rank.script.by_framework:
+            return adapter.collect(frozen=frozen), at_block
         before = adapter.collect(frozen=frozen, before=rank.step)
-        if not self.at_block:
-            return before
+        if not at_block:
+            return before, at_block
         now = adapter.collect(frozen=frozen)
         if self._differ(before, now):
-            with rank.changed:
-                rank.stray()
+            rank.moved(ScriptEvent.STRAYED)
             raise StateError(
                 f"the script has changed it before the block of step {rank.step}: all ranks start again there"
             )
-        return now
+        return now, at_block
 
     def _differ(self, one: Collected, other: Collected) -> bool:
         """In what a script may change there: plain values, single numbers of optimizers, its own tensors."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from holdfast.core.protocol.status_page import Phase
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed, StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
@@ -49,7 +50,6 @@ from holdfast.session.loops.script_source import leaves
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, grouped
 from holdfast.session.steps.batches import Batches
-from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step
 from holdfast.store.format.json_values import encode_values
@@ -68,34 +68,24 @@ class Loops:
         rank, adapter: of the session.
         parts: batches in one step: ranks whose work this one does, itself included.
         tier: what is kept of each step: the job may go back to it, which a loop without a feed cannot.
-        between: hears where the script is.
         verify_data: compare what is drawn with what was drawn before.
 
     Attributes:
         walk: where the script is among its epochs and phases.
         own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
-        open: the loop that was begun last has not come to its end: the script is in it, or has left it.
     """
 
     def __init__(
-        self,
-        rank: StepParticipant,
-        adapter: Adapter,
-        parts: int,
-        tier: MemoryTier,
-        between: CollectiveGuard,
-        verify_data: bool,
+        self, rank: StepParticipant, adapter: Adapter, parts: int, tier: MemoryTier, verify_data: bool
     ) -> None:
         self.place: dict[str, Any] = {"loop": -1}
         self.walk = TurnPosition()
         self.local: dict[str, Plain] = {}
         self.own: Plain = None
-        self.open = False
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
         self._tier = tier
-        self._between = between
         self._before = LoopMembers.ANOTHER_JOB
         self._passed_over = False  # a loop, and the one where the job is has not come yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
@@ -230,10 +220,10 @@ class Loops:
         self._say_what_it_is()
         if feed is not None and feed.rewinds and self._tier.on:  # code that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
-            self._rank.rewind = self._rank.step
+            self._allow_rewind()
         self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
         end, begun_at = self._bound[1], self._rank.step
-        self.open = feed is not None or end is None or end < ENDLESS
+        self._begin_loop(unfinished=feed is not None or end is None or end < ENDLESS)
         if self.walk.inside and saved_loop < loop:
             self.renew()
         back()  # also from behind the block from which it has left the loop before this one
@@ -243,7 +233,7 @@ class Loops:
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._end_loop()
-            self.open = False
+            self._forget_loop()
             if self.walk.inside and left():
                 raise SystemExit(0)  # what follows in this epoch comes when the job has done the rest of it
         except GeneratorExit:
@@ -252,9 +242,7 @@ class Loops:
                 self._leave(certain=leaves(sys._getframe(1)))
             raise
         finally:
-            self._between.enter()
-            # Left by the script, there are no copies of before what follows; it belongs to the last step's state.
-            self._rank.out_of_loop("block" if self.open else "loop")
+            self._out_of_loop()
             self._feed = None
             for one in (feed, *self._others.values()):
                 if one is not None:
@@ -263,9 +251,8 @@ class Loops:
 
     def finish(self) -> None:
         """No step follows. Who came in for a lost rank would come into a loop that this one has left before its end."""
-        if self.open:
-            with self._rank.changed:
-                self._rank.stray()
+        if self._rank.script.unfinished:
+            self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
         """The script has left the loop by ``break``, or an exception has: then it goes up, or the script catches it."""
@@ -273,7 +260,27 @@ class Loops:
             self.place["left"] = True
             self._tier.amend(self._rank.step)
             self._end_loop()
-            self.open = not certain
+            if certain:
+                self._forget_loop()
+
+    def _allow_rewind(self) -> None:
+        """Report that the open loop can go back to where it begins."""
+        with self._rank.changed:
+            self._rank.script.allow_rewind(self._rank.step)
+
+    def _begin_loop(self, *, unfinished: bool) -> None:
+        with self._rank.changed:
+            self._rank.script.run_loop(unfinished=unfinished)
+
+    def _forget_loop(self) -> None:
+        """Report that the open loop is over for the whole job."""
+        with self._rank.changed:
+            self._rank.script.end_loop()
+
+    def _out_of_loop(self) -> None:
+        """Report that the script is out of the loop. After a loop that was left, there are no copies to put back."""
+        left = self._rank.script.unfinished
+        self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
         """The script has come back to the session.
@@ -292,11 +299,11 @@ class Loops:
     @property
     def strays(self) -> bool:
         """The script has left the loop, and whoever comes in would come into it."""
-        return self.open and not self.place.get("left", False)
+        return self._rank.script.unfinished and not self.place.get("left", False)
 
     def fall(self) -> None:
         """The script's own exception goes up: it may have been what has left the loop."""
-        if self.open:
+        if self._rank.script.unfinished:
             self.place["left"] = False
 
     def _is_over(self, end: int | None) -> bool:
@@ -332,14 +339,14 @@ class Loops:
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)
-        self._between.enter()
+        self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _come_in(self) -> None:
         """The loop where the job is: what the script has done again after those before it is put back."""
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
-        self._between.leave()
+        self._rank.moved(ScriptEvent.LOOP_OPENED)
 
     def _say_what_it_is(self) -> None:
         """Into the place: data and bound of the open loop, and the bound of the first one."""
@@ -405,13 +412,13 @@ class Loops:
                 if self._rank.leave_loop():
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
-            if not self._rank.go_out():
+            if not self._rank.take_step():
                 continue  # what stands before the block belongs to the generation, and the step, of the block
             step = make(self._rank.step)
             self.fill(step)
             # Also when it is tried again, by whomever.
             self._adapter.between(step.number, step.part, again=step.again)
-            self._between.enter(again=step.again)
+            self._rank.moved(ScriptEvent.STEP_GIVEN, again=step.again)
             self._given = step
             yield step
             self._given = None
@@ -504,7 +511,6 @@ class Loops:
 
     def entered(self, step: int) -> bytes | None:
         """The block of ``step`` has begun: what only this rank knows, for its status page."""
-        self._between.leave()
         if self.local.get("begun") == step:
             self.own = copy.deepcopy(self.local.get("own"))  # the block that does not count has changed it
             return None

@@ -24,13 +24,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import PeerLost
 from holdfast.frameworks.common.adapter import Adapter, KnowsWeights
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import compare_turns
 from holdfast.session.loops.turn_position import ScriptPart
-from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
 from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
@@ -40,7 +40,7 @@ class Turns:
     """Of one session.
 
     Args:
-        rank, adapter, loops, between: of the session.
+        rank, adapter, loops: of the session.
         cast: votes.
         leaving: all ranks have agreed to leave.
     """
@@ -50,14 +50,12 @@ class Turns:
         rank: StepParticipant,
         adapter: Adapter,
         loops: Loops,
-        between: CollectiveGuard,
         cast: Callable[[Ballot], Tally],
         leaving: Callable[[], bool],
     ) -> None:
         self._rank = rank
         self._adapter = adapter
         self._loops = loops
-        self._between = between
         self._cast = cast
         self._leaving = leaving
 
@@ -93,6 +91,7 @@ class Turns:
 
     def _begin(self, part: ScriptPart) -> None:
         rank, walk = self._rank, self._loops.walk
+        rank.script.require(ScriptEvent.LOOP_AHEAD)  # before anything is copied
         if self._leaving():
             raise SystemExit(0)
         step = walk.begin(part, rank.step)
@@ -100,7 +99,7 @@ class Turns:
         self._loops.note_turns()
         self._adapter.between(step, 0, again=True)
         self._adapter.remember(rank.step, whole=True)
-        self._between.enter()
+        rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
         """What the script does here is in the state, if the job has begun its next loop."""
@@ -113,23 +112,20 @@ class Turns:
         if self._leaving():
             raise SystemExit(0)
         if self._loops.strays:
-            with rank.changed:
-                rank.stray()
+            rank.moved(ScriptEvent.STRAYED)
         while not self._is_done():
             pass
         self._loops.walk.end(part, rank.step)
         self._loops.note_turns()
-        self._loops.open = False
         self._adapter.remember(rank.step, whole=True)
         self._loops.renew()
-        with rank.changed:
-            rank.away = False
+        rank.moved(ScriptEvent.TURN_DONE)
 
     def _is_done(self) -> bool:
         """All ranks say so; False: not yet, there was a recovery."""
         rank = self._rank
         rank.join()  # who replaces a lost rank alone has done what follows the loop
-        rank.stand("loop")
+        rank.moved(ScriptEvent.TURN_ENDED)
         known = rank.turns
         try:
             tally = self._cast(Ballot(step=rank.step, between=True))
@@ -143,6 +139,6 @@ class Turns:
         if rank.await_turns() > known:
             return True
         if not isinstance(self._adapter, KnowsWeights) or self._adapter.holds_weights():
-            rank.stand("")  # else there is no state of before to give
+            rank.moved(ScriptEvent.RETURNED)  # else there is no state of before to give
         rank.await_resume()
         return False

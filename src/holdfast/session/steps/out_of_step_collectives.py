@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 
 from holdfast.core.protocol.messages import StateRefused
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
@@ -23,36 +24,21 @@ WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
 class CollectiveGuard:
-    """Hears of every collective of this process.
-
-    Attributes:
-        open: the script is between two loops, or between a step of the loop and its block.
-        again: what stands before the block was done already (``Step.again``).
-    """
+    """Hears of every collective of this process."""
 
     def __init__(self, rank: StepParticipant) -> None:
-        self.open = False
-        self.again = False
         self._rank = rank
         self._warned = False
 
-    def enter(self, *, again: bool = False) -> None:
-        """The script goes on outside of a block."""
-        self.open, self.again = True, again
-
-    def leave(self) -> None:
-        """A block begins, or a loop."""
-        self.open = False
-
     def collective(self, count: int, what: str) -> None:
         """One begins; hot path. Does not return in a newcomer that must not make it."""
-        if self.open and what != BARRIER:
+        if self._rank.script.rules.guarded and what != BARRIER:
             self._check()
         self._rank.count_collective(count)
 
     def _check(self) -> None:
         rank, client = self._rank, self._rank.client
-        if self.again and not self._warned:
+        if rank.script.repeats and not self._warned:
             self._warned = True
             log.warning(
                 "holdfast: a collective before the block of step %d, which is run again: the ranks may meet in it at "
@@ -71,6 +57,6 @@ class CollectiveGuard:
                 alone=True,
             )
         )
-        with rank.changed:
-            rank.stray()  # it holds the state, and the fence asks it: no decision lets it go on from here
+        # It holds the state, and the fence asks for it: no decision lets it go on from here.
+        rank.moved(ScriptEvent.STRAYED)
         rank.await_end()

@@ -1,9 +1,10 @@
-"""One rank's side of the step protocol: machine, lock, status page and line to the control plane.
+"""One rank's side of the step protocol: machines, lock, status page and line to the control plane.
 
 Theory. Two threads act on a rank: the main thread runs user code, the client thread hears of faults while the main
-thread sits in a collective. Both go through one condition variable around ``core.worker.step.StepMachine``; whatever
-the machine says under that lock is the truth, the page shows it to others, and a fence is answered as soon as the
-machine has settled. The main thread never decides an in-doubt step: it waits here until it is told.
+thread sits in a collective. Both go through one condition variable around ``core.worker.step.StepMachine`` (how far
+the step is) and ``core.worker.position.ScriptMachine`` (where the script is); whatever the machines say under that
+lock is the truth, the page shows it to others, and a fence is answered as soon as the step machine has settled. The
+main thread never decides an in-doubt step: it waits here until it is told.
 
 Invariants:
 1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
@@ -17,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -42,6 +43,7 @@ from holdfast.core.protocol.messages import (
     StepReached,
 )
 from holdfast.core.protocol.status_page import PageFlag, Phase, Word
+from holdfast.core.worker.position import REPORTED, ScriptEvent, ScriptMachine
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import CheckpointInvalid, GroupError
@@ -62,10 +64,7 @@ class StepParticipant:
         client: the line to the agent.
 
     Attributes:
-        goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
-        rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
-        behind: where the script is that may change the state: behind a block or a loop, or out before a block.
-        in_section: it announced what it does there, and is away for so long.
+        script: where the script is; call its methods with the lock held.
         turns: of epochs and phases, that the whole job has done.
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
@@ -77,12 +76,9 @@ class StepParticipant:
         self.client = client
         self.exit_source = ""
         self.orphaned = False
-        self.released = self.away = self.in_section = self.goes_back = False
-        self.rewind = -1
+        self.released = False
         self.turns = self._decided_turns = 0
         self._settled_in: Generation | None = None
-        self.behind: Literal["", "block", "loop", "out"] = ""
-        self._out = False  # the main thread is in the script, between a step of the loop and its block
         self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
@@ -91,7 +87,7 @@ class StepParticipant:
         self._resume: ResumeInPlace | None = None
         self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
-        self.joining = client is not None and client.joining
+        self.script = ScriptMachine(joining=client is not None and client.joining)
         self._known = client is None or client.stand_in is None or client.stand_in.called
         self._reached = False
         self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
@@ -115,6 +111,11 @@ class StepParticipant:
     def fenced(self) -> bool:
         """A newer generation exists and this rank has not joined it."""
         return self.machine.fenced is not None
+
+    @property
+    def joining(self) -> bool:
+        """This process takes the place of a lost rank, and has not joined."""
+        return self.script.joining
 
     @property
     def member_id(self) -> MemberId:
@@ -186,48 +187,28 @@ class StepParticipant:
     def _answer(self) -> None:
         """Answer the fence when the machine has settled, and again when a decision moved it, or user code fell."""
         fenced = self.machine.fenced
-        if self.client is None or fenced is None or not self.machine.settled or self.goes_back:
+        if self.client is None or fenced is None or not self.machine.settled or self.script.restoring:
             return
         now = Settled(
             member_id=self.member_id,
             generation=fenced,
             state=self.machine.state,
             step=self.machine.step,
-            away=self.away,
-            rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
+            away=self.script.away,
+            rewind=self.script.offers_rewind,
             turns=self.turns,
         )
         if now != self._told:
             self._told, freed_ns = now, self.client.page[Word.FREED_NS]
             self.client.send(msgspec.structs.replace(now, freed_ns=freed_ns, kept=self._calls.kept()))
 
-    def stand(self, behind: Literal["", "block", "loop"]) -> None:
-        """The main thread is behind a block or a loop now, or back at the boundary."""
+    def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
+        """The script has moved. Arguments and errors: see :meth:`ScriptMachine.handle`."""
         with self.changed:
-            self.behind, self._out = behind, False
+            self.script.handle(event, again=again)
             self.changed.notify_all()
-
-    def out_of_loop(self, behind: Literal["block", "loop"]) -> None:
-        """The loop is over or, ``block``, the script has left it from there: all cannot go back into it any more."""
-        with self.changed:
-            self.rewind = -1
-            self.stand(behind)
-            self._answer()  # fenced before, it has said that it could
-
-    @property
-    def comes_back(self) -> bool:
-        """The script is in the middle of what belongs to the state, and is expected at its next step."""
-        return bool(self.behind) and (not self.away or (self.in_section and self.behind == "block"))
-
-    @property
-    def at_block(self) -> bool:
-        """The script was given a step, and waits to begin its block."""
-        return self._out and not self.behind
-
-    def stray(self) -> None:
-        """The script does not come back to its loop: tell so, for a decision without it. Call with the lock held."""
-        self.away = True
-        self._answer()
+            if event in REPORTED:
+                self._answer()
 
     # ------------------------------------------------------------------ client thread
 
@@ -338,8 +319,8 @@ class StepParticipant:
         """READY -> COMPUTE; False when a fence came first."""
         with self.changed:
             begun = self.machine.begin()
-            self._out, self.behind = self._out and not begun, ""
-            self.away = self.away and not begun  # it may have caught what ended a section
+            self.script.handle(ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD)
+            self.changed.notify_all()
         if begun:
             self._block_started_ns = time.monotonic_ns()
             self._waited_ns = 0
@@ -389,6 +370,7 @@ class StepParticipant:
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
+            self.script.handle(ScriptEvent.BLOCK_ENDED)
             self.machine.end_block()
         if page is not None:
             page[Word.COMMITTED] = self.step
@@ -429,7 +411,7 @@ class StepParticipant:
                 assert resume is not None
                 self._resume = None
             if resume.step < self.step:
-                if not 0 <= self.rewind <= resume.step:
+                if not 0 <= self.script.rewinds_to <= resume.step:
                     continue  # the script has left that loop since, and said so: all are fenced again
                 self._go_back(resume.step)
             with self.changed:
@@ -447,7 +429,8 @@ class StepParticipant:
                 continue
             with self.changed:
                 if self.machine.retry(resume.generation):
-                    self._resumed_in, self.joining = resume.generation, False
+                    self._resumed_in = resume.generation
+                    self.script.join()
                     if self.client is not None:
                         self.client.resumed(resume.generation)
                     return
@@ -455,13 +438,13 @@ class StepParticipant:
     def _go_back(self, step: int) -> None:
         """Take the kept state of ``step``, which was found sound a moment ago. A fence meanwhile is answered after."""
         with self.changed:
-            self.goes_back = True
+            self.script.begin_restore()
         try:
             self._calls.rewind(step)
         except CheckpointInvalid:
             leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
         with self.changed:
-            self.goes_back = False
+            self.script.end_restore()
             self.machine.rewind(step)
         self.enter(Phase.READY)
 
@@ -486,16 +469,19 @@ class StepParticipant:
         """A newcomer is ready for its first step: says so, and waits for all to go on."""
         if not self.joining or self.client is None:
             return
-        self.joining, self.behind = False, ""  # it has come to its block: fenced there, it gives its state
+        with self.changed:
+            self.script.join()
+            self.script.handle(ScriptEvent.HELD)  # it has come to its block: fenced there, it gives its state
+            self.changed.notify_all()
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self._calls.joined(self.step)
         self.await_resume()
 
-    def go_out(self) -> bool:
-        """The loop gives a step to the script; False when a recovery came first: the job may be elsewhere now."""
+    def take_step(self) -> bool:
+        """The loop settles on its next step; False when a recovery came first: the job may be elsewhere now."""
         with self.changed:
             if not self.fenced:
-                self._out, self.behind = True, "out"
+                self.script.handle(ScriptEvent.STEP_TAKEN)
                 return True
         self.await_resume()
         return False
@@ -503,8 +489,8 @@ class StepParticipant:
     def leave_loop(self) -> bool:
         """The loop of steps is over; False when a recovery came first: it is to be looked at again."""
         with self.changed:
-            if self.rewind < 0 or not self.fenced:
-                self.rewind = -1
+            if self.script.rewinds_to < 0 or not self.fenced:
+                self.script.forbid_rewind()
                 return True
         self.await_resume()
         return False

@@ -13,20 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.core.protocol.status_page import Phase
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
 
 class Sections:
-    """All sections of one session, one at a time.
-
-    Attributes:
-        open: name of the section that the script is in.
-    """
+    """All sections of one session, one at a time."""
 
     def __init__(self, rank: StepParticipant) -> None:
-        self.open = ""
         self._rank = rank
         self._left = ""  # since the last committed step, by an exception
         self._owed = ""  # cut off in the life before this one, and not run again yet
@@ -44,12 +40,12 @@ class Sections:
     def run(self, name: str) -> Iterator[None]:
         """The body of a section."""
         rank = self._rank
-        self.open = self._left = name
-        rank.away = rank.in_section = True
+        rank.moved(ScriptEvent.SECTION_BEGUN)
+        self._left, end = name, ScriptEvent.SECTION_CUT
         rank.announce(name)
         try:
             yield
-            rank.away = False
+            end = ScriptEvent.SECTION_ENDED
             self._left = ""
             self._owed = "" if self._owed == name else self._owed
         except BaseException:
@@ -57,7 +53,7 @@ class Sections:
                 rank.client.page.announce("")  # how long it takes is not known yet
             raise
         finally:
-            self.open, rank.in_section = "", False
+            rank.moved(end)
             if not rank.fenced:
                 rank.enter(Phase.READY)
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from holdfast.core.protocol.status_page import PageFlag, Phase
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import (
@@ -479,6 +480,7 @@ class StepRunner:
 
     def _give_up(self, step: Step, error: BaseException) -> None:
         """The user's own exception goes up."""
+        self._rank.moved(ScriptEvent.BLOCK_LEFT)
         if self._rank.fail() != "ready":
             self._left = f"step {step.number} was left by a {type(error).__name__}"
         self._adapter.release()
@@ -516,6 +518,7 @@ class StepRunner:
             rank.await_end(Phase.TORN)
         adapter.abort()
         self._current = None
+        rank.moved(ScriptEvent.BLOCK_LEFT)
         if step.rehearsal and not adapter.poisoned and self._end_rehearsal() and rank.retry_now():
             return
         if step.shared and not adapter.poisoned and rank.retry_now():

@@ -1,0 +1,434 @@
+"""Where the user's script is, and what that allows a survivor.
+
+Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. Which state that is depends
+on where the survivor's script is. Code after a block belongs to the step that the block committed. Code after a loop is
+run again from the state of the end of the loop. Code before a block is not a part of the state before that block. Three
+facts describe the script:
+
+- its *position*: which code runs now. ``TABLE`` says which event leads from which position to which;
+- its *attendance*: whether the script is expected at the next step. ``ATTENDANCES`` is the table of these;
+- what the loop and the process are: the step to which the loop can go back, whether the loop has come to its end,
+  whether another library drives the loop, whether this process still has to join.
+
+Everything else is a function of these: ``RULES`` has one row per position. ``docs/protocol.md`` shows the three tables
+and a test compares them.
+
+The machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
+
+Invariants:
+1. Code of the script before a block, in a block and after a block runs in a position of its own.
+2. The state of now is given only while the script waits at its block, in an aborted block, or where another library
+   drives the loop; in every other position the state of the last boundary is given.
+3. Only a position in which the script may change the state is waited for.
+4. A loop cannot go back once its script has taken the next step, and never after the script has left it.
+5. A section is open exactly while the attendance is ``in_section`` or ``steps_in_section``.
+6. ``loop_left`` and ``loop_over`` fit wherever a loop has opened: Python closes a generator when its last reference
+   goes, also in the block of a later loop, and such a block still ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from holdfast.errors import HoldfastError, InternalError, StepError
+
+STORY_LENGTH = 24
+
+
+class ScriptPosition(StrEnum):
+    """Which code of the script runs now."""
+
+    OUTSIDE = "outside"  # the session is open, and no loop has begun
+    BETWEEN_LOOPS = "between_loops"  # before a loop of an epoch or phase, or at the end; not waited for
+    BOUNDARY = "boundary"  # in the session's own code, between two steps of a loop
+    AT_STEP = "at_step"  # the next step is taken; no code of the script runs before its block
+    BEFORE_BLOCK = "before_block"  # the script was given the step, and runs code before its block
+    AT_BLOCK = "at_block"  # that code is done; the script waits in the session for its block
+    IN_BLOCK = "in_block"
+    AFTER_BLOCK = "after_block"  # the block has committed, and the loop has not been asked for the next step
+    LEFT_LOOP = "left_loop"  # the script has left the loop before its end
+    AFTER_LOOP = "after_loop"  # the loop has come to its end
+    NEXT_LOOP = "next_loop"  # a loop opens after another one; the session's own code
+
+
+class ScriptEvent(StrEnum):
+    """What the main thread does next. The last five, and ``block_begun``, change the attendance."""
+
+    LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop of the past was passed over
+    LOOP_OPENED = "loop_opened"
+    RETURNED = "returned"  # back in the session: what the script did is a part of the state
+    STEP_TAKEN = "step_taken"  # the loop has settled on its next step
+    STEP_GIVEN = "step_given"  # the script gets it
+    FRAMEWORK_DONE = (
+        "framework_done"  # another library drives the loop, and is done with what precedes the block
+    )
+    HELD = "held"  # the block cannot begin: the script waits for the job
+    BLOCK_BEGUN = "block_begun"
+    BLOCK_ENDED = "block_ended"  # and counts
+    BLOCK_LEFT = "block_left"  # by an abort or an exception
+    LOOP_LEFT = "loop_left"  # before its end
+    LOOP_OVER = "loop_over"
+    TURN_ENDED = "turn_ended"  # the script is at the end of an epoch or phase, and the ranks vote on it
+    TURN_DONE = "turn_done"  # all ranks have done it
+    SECTION_BEGUN = "section_begun"
+    SECTION_ENDED = "section_ended"
+    SECTION_CUT = "section_cut"  # by an exception
+    STRAYED = "strayed"  # the script does not come back to its loop
+
+
+class Attendance(StrEnum):
+    """Whether the script is expected at its next step."""
+
+    EXPECTED = "expected"
+    IN_SECTION = "in_section"  # away, announced: expected after a block, not elsewhere
+    STEPS_IN_SECTION = "steps_in_section"  # a section around steps
+    STRAYED = "strayed"
+
+
+P, E, A = ScriptPosition, ScriptEvent, Attendance
+
+
+class Moves(NamedTuple):
+    """Rows of the table: from each of ``sources``, ``event`` leads to ``target``; None: the position stays."""
+
+    event: ScriptEvent
+    sources: tuple[ScriptPosition, ...]
+    target: ScriptPosition | None
+
+
+_OUT_OF_BLOCK = tuple(p for p in P if p is not P.IN_BLOCK)
+_SINCE_A_LOOP = tuple(p for p in P if p is not P.OUTSIDE)
+
+MOVES: tuple[Moves, ...] = (
+    Moves(E.LOOP_AHEAD, (P.OUTSIDE, P.BETWEEN_LOOPS, P.BOUNDARY), P.BETWEEN_LOOPS),
+    Moves(E.LOOP_AHEAD, (P.AT_STEP, P.BEFORE_BLOCK), P.BEFORE_BLOCK),
+    Moves(E.LOOP_AHEAD, (P.AFTER_BLOCK, P.LEFT_LOOP), P.LEFT_LOOP),
+    Moves(E.LOOP_AHEAD, (P.AFTER_LOOP, P.NEXT_LOOP), P.AFTER_LOOP),
+    Moves(E.LOOP_AHEAD, (P.AT_BLOCK,), None),
+    Moves(E.LOOP_OPENED, (P.OUTSIDE, P.BETWEEN_LOOPS, P.BOUNDARY), P.BOUNDARY),
+    Moves(E.LOOP_OPENED, (P.AT_STEP, P.BEFORE_BLOCK), P.AT_STEP),
+    Moves(E.LOOP_OPENED, (P.AFTER_BLOCK, P.LEFT_LOOP), P.AFTER_BLOCK),
+    Moves(E.LOOP_OPENED, (P.AFTER_LOOP, P.NEXT_LOOP), P.NEXT_LOOP),
+    Moves(E.LOOP_OPENED, (P.AT_BLOCK,), None),
+    Moves(E.RETURNED, (P.BETWEEN_LOOPS, P.BEFORE_BLOCK, P.LEFT_LOOP, P.AFTER_LOOP), P.BETWEEN_LOOPS),
+    Moves(E.RETURNED, (P.BOUNDARY, P.AT_STEP, P.AT_BLOCK, P.AFTER_BLOCK, P.NEXT_LOOP), P.BOUNDARY),
+    Moves(E.RETURNED, (P.OUTSIDE,), None),
+    Moves(E.STEP_TAKEN, tuple(p for p in _SINCE_A_LOOP if p is not P.IN_BLOCK), P.AT_STEP),
+    Moves(E.STEP_GIVEN, (P.AT_STEP,), P.BEFORE_BLOCK),
+    Moves(E.FRAMEWORK_DONE, (P.BETWEEN_LOOPS, P.BOUNDARY), P.BOUNDARY),
+    Moves(E.FRAMEWORK_DONE, (P.AT_STEP, P.BEFORE_BLOCK), P.AT_STEP),
+    Moves(E.FRAMEWORK_DONE, (P.AFTER_BLOCK, P.LEFT_LOOP), P.AFTER_BLOCK),
+    Moves(E.FRAMEWORK_DONE, (P.AFTER_LOOP, P.NEXT_LOOP), P.NEXT_LOOP),
+    Moves(E.FRAMEWORK_DONE, (P.OUTSIDE, P.AT_BLOCK, P.IN_BLOCK), None),
+    Moves(E.HELD, (P.AT_STEP, P.BEFORE_BLOCK, P.AT_BLOCK), P.AT_BLOCK),
+    Moves(E.HELD, (P.BOUNDARY, P.AFTER_BLOCK, P.NEXT_LOOP), P.BOUNDARY),
+    Moves(E.HELD, (P.BETWEEN_LOOPS, P.LEFT_LOOP, P.AFTER_LOOP), P.BETWEEN_LOOPS),
+    Moves(E.HELD, (P.OUTSIDE,), None),
+    Moves(E.BLOCK_BEGUN, _OUT_OF_BLOCK, P.IN_BLOCK),
+    Moves(E.BLOCK_ENDED, (P.IN_BLOCK, P.LEFT_LOOP, P.AFTER_LOOP), P.AFTER_BLOCK),  # see invariant 6
+    Moves(E.BLOCK_LEFT, (P.IN_BLOCK,), P.BOUNDARY),
+    Moves(E.BLOCK_LEFT, _OUT_OF_BLOCK, None),
+    Moves(E.LOOP_LEFT, _SINCE_A_LOOP, P.LEFT_LOOP),
+    Moves(E.LOOP_OVER, _SINCE_A_LOOP, P.AFTER_LOOP),
+    Moves(E.TURN_ENDED, _OUT_OF_BLOCK, P.AFTER_LOOP),
+)
+
+TABLE: Mapping[tuple[ScriptPosition, ScriptEvent], ScriptPosition] = {
+    (source, moves.event): source if moves.target is None else moves.target
+    for moves in MOVES
+    for source in moves.sources
+}
+"""(position, event) -> position; what is not here cannot happen."""
+
+ATTENDANCES: Mapping[tuple[Attendance, ScriptEvent], Attendance] = {
+    (A.EXPECTED, E.SECTION_BEGUN): A.IN_SECTION,
+    (A.STRAYED, E.SECTION_BEGUN): A.IN_SECTION,
+    (A.IN_SECTION, E.SECTION_ENDED): A.EXPECTED,
+    (A.STEPS_IN_SECTION, E.SECTION_ENDED): A.EXPECTED,
+    (A.IN_SECTION, E.SECTION_CUT): A.STRAYED,
+    (A.STEPS_IN_SECTION, E.SECTION_CUT): A.EXPECTED,
+    (A.EXPECTED, E.STRAYED): A.STRAYED,
+    (A.IN_SECTION, E.STRAYED): A.IN_SECTION,
+    (A.STEPS_IN_SECTION, E.STRAYED): A.IN_SECTION,
+    (A.STRAYED, E.STRAYED): A.STRAYED,
+    (A.EXPECTED, E.BLOCK_BEGUN): A.EXPECTED,
+    (A.IN_SECTION, E.BLOCK_BEGUN): A.STEPS_IN_SECTION,
+    (A.STEPS_IN_SECTION, E.BLOCK_BEGUN): A.STEPS_IN_SECTION,
+    (A.STRAYED, E.BLOCK_BEGUN): A.EXPECTED,
+    (A.EXPECTED, E.TURN_DONE): A.EXPECTED,
+    (A.IN_SECTION, E.TURN_DONE): A.STEPS_IN_SECTION,
+    (A.STEPS_IN_SECTION, E.TURN_DONE): A.STEPS_IN_SECTION,
+    (A.STRAYED, E.TURN_DONE): A.EXPECTED,
+}
+"""(attendance, event) -> attendance; other events leave it as it is, or cannot happen."""
+
+_OF_ATTENDANCE = frozenset({E.SECTION_BEGUN, E.SECTION_ENDED, E.SECTION_CUT, E.STRAYED, E.TURN_DONE})
+_MISUSE = frozenset(
+    {
+        E.LOOP_AHEAD, E.LOOP_OPENED, E.RETURNED, E.STEP_TAKEN, E.HELD, E.BLOCK_BEGUN, E.TURN_ENDED,
+        E.SECTION_BEGUN,
+    }
+)  # fmt: skip
+"""Events that a script can cause at a wrong time."""
+
+REPORTED = frozenset({E.LOOP_LEFT, E.LOOP_OVER, E.STRAYED})
+"""After these a fenced rank answers its fence again: what it has said no longer holds."""
+
+Awaited = Literal["", "step", "block", "loop"]
+Moment = Literal["now", "boundary"]
+
+
+class PositionRules(NamedTuple):
+    """What one position means.
+
+    Attributes:
+        awaited: the state is whole only when the script has come back: from code before its block (``step``), after
+            its block (``block``) or after its loop (``loop``). Until then the model may hold other weights. Empty:
+            nothing is waited for.
+        gives: which state a survivor gives: ``now``, or that of the last ``boundary``.
+        can_rewind: the loop can take the script back to an earlier step, as far as the loop allows that.
+        guarded: a replacement that has not joined must not make a collective here.
+    """
+
+    awaited: Awaited
+    gives: Moment
+    can_rewind: bool
+    guarded: bool
+
+
+RULES: Mapping[ScriptPosition, PositionRules] = {
+    P.OUTSIDE: PositionRules("", "boundary", True, False),
+    P.BETWEEN_LOOPS: PositionRules("", "boundary", True, True),
+    P.BOUNDARY: PositionRules("", "boundary", True, False),
+    P.AT_STEP: PositionRules("step", "boundary", False, False),
+    P.BEFORE_BLOCK: PositionRules("step", "boundary", False, True),
+    P.AT_BLOCK: PositionRules("", "now", False, False),
+    P.IN_BLOCK: PositionRules("", "boundary", True, False),
+    P.AFTER_BLOCK: PositionRules("block", "boundary", True, False),
+    P.LEFT_LOOP: PositionRules("block", "boundary", True, True),
+    P.AFTER_LOOP: PositionRules("loop", "boundary", True, True),
+    P.NEXT_LOOP: PositionRules("loop", "boundary", True, False),
+}
+
+NO_REWIND = -1
+
+
+def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
+    """The script is in the middle of what belongs to the state, and is expected at its next step."""
+    awaited = RULES[position].awaited
+    if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
+        return awaited != ""
+    return attendance is A.IN_SECTION and awaited == "block"
+
+
+class ScriptMachine:
+    """Where one script is.
+
+    Args:
+        joining: this process takes the place of a lost rank, and has not joined.
+
+    Every method returns at once. An event at a wrong time raises :class:`StepError` where a script can cause it, else
+    :class:`InternalError`; both carry the last events.
+
+    Example:
+        >>> machine = ScriptMachine()
+        >>> machine.handle(ScriptEvent.LOOP_OPENED).value
+        'boundary'
+        >>> machine.handle(ScriptEvent.STEP_TAKEN).value
+        'at_step'
+        >>> machine.awaits(replaces=True)  # a replacement runs the code before this block, or has it done
+        True
+    """
+
+    def __init__(self, *, joining: bool = False) -> None:
+        self._position = P.OUTSIDE
+        self._attendance = A.EXPECTED
+        self._rules = RULES[P.OUTSIDE]
+        self._joining = joining
+        self._rewinds_to = NO_REWIND
+        self._unfinished = False
+        self._by_framework = False
+        self._again = False
+        self._restoring = False
+        self._story: deque[tuple[ScriptEvent, ScriptPosition, Attendance]] = deque(maxlen=STORY_LENGTH)
+
+    # ------------------------------------------------------------------ what happens
+
+    def handle(self, event: ScriptEvent, *, again: bool = False) -> ScriptPosition:
+        """Apply ``event``. Returns the position that it leads to.
+
+        Args:
+            again: of a step that is given: what precedes its block was done before.
+
+        Raises:
+            StepError: the script did this at a wrong time.
+            InternalError: the session did.
+        """
+        position, attendance = self._position, self._attendance
+        if event in _OF_ATTENDANCE:
+            attendance = self._attendance_after(event)
+        else:
+            if event is E.BLOCK_BEGUN:  # also the end of an absence
+                attendance = self._attendance_after(event)
+            position = self._position_after(event)
+            self._again = again and event is E.STEP_GIVEN
+        self._position, self._attendance, self._rules = position, attendance, RULES[position]
+        self._story.append((event, position, attendance))
+        if event is E.LOOP_LEFT or event is E.LOOP_OVER:
+            self._rewinds_to = NO_REWIND
+        elif event is E.FRAMEWORK_DONE:
+            self._by_framework = True
+        elif event is E.TURN_DONE:
+            self._unfinished = False
+        return position
+
+    def require(self, event: ScriptEvent) -> None:
+        """Change nothing. Raises: StepError, InternalError: ``event`` does not fit the position."""
+        self._position_after(event)
+
+    def run_loop(self, *, unfinished: bool) -> None:
+        """The loop that has opened runs; ``unfinished``: it has an end, before which it may be left."""
+        self._unfinished = unfinished
+
+    def end_loop(self) -> None:
+        """The loop has come to its end for the whole job; the script is still in it."""
+        self._unfinished = False
+
+    def allow_rewind(self, step: int) -> None:
+        """The open loop can go back in place to a kept state of ``step`` or later."""
+        self._rewinds_to = step
+
+    def forbid_rewind(self) -> None:
+        """The open loop cannot go back: it is about to end."""
+        self._rewinds_to = NO_REWIND
+
+    def begin_restore(self) -> None:
+        """The main thread goes back: the state is half of one step and half of another; nobody may read it."""
+        self._restoring = True
+
+    def end_restore(self) -> None:
+        """The state is whole."""
+        self._restoring = False
+
+    def join(self) -> None:
+        """This process belongs to the job."""
+        self._joining = False
+
+    # ------------------------------------------------------------------ what that means
+
+    @property
+    def position(self) -> ScriptPosition:
+        """Which code of the script runs now."""
+        return self._position
+
+    @property
+    def attendance(self) -> Attendance:
+        """Whether the script is expected at its next step."""
+        return self._attendance
+
+    @property
+    def rules(self) -> PositionRules:
+        """The row of the position."""
+        return self._rules
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The last events, oldest first."""
+        return tuple(f"{event.value} -> {where.value}, {how.value}" for event, where, how in self._story)
+
+    @property
+    def joining(self) -> bool:
+        """This process takes the place of a lost rank, and has not joined."""
+        return self._joining
+
+    @property
+    def restoring(self) -> bool:
+        """The state is half of one step and half of another."""
+        return self._restoring
+
+    @property
+    def by_framework(self) -> bool:
+        """The loop is another library's: it works between two steps there, and brings a replacement to its place."""
+        return self._by_framework
+
+    @property
+    def unfinished(self) -> bool:
+        """The loop that opened last has not come to its end: the script is in it, or has left it."""
+        return self._unfinished
+
+    @property
+    def in_section(self) -> bool:
+        """A section is open."""
+        return self._attendance in (A.IN_SECTION, A.STEPS_IN_SECTION)
+
+    @property
+    def away(self) -> bool:
+        """No decision may count on the script at its next step."""
+        return self._attendance in (A.IN_SECTION, A.STRAYED)
+
+    @property
+    def rewinds_to(self) -> int:
+        """The earliest step to which the open loop can go back; ``NO_REWIND``: it cannot at all."""
+        return self._rewinds_to
+
+    @property
+    def offers_rewind(self) -> int:
+        """As :attr:`rewinds_to`, for a decision: not when the script has begun what belongs to its next step."""
+        return self._rewinds_to if self._rules.can_rewind else NO_REWIND
+
+    @property
+    def repeats(self) -> bool:
+        """The script runs code before a block that was run before that block earlier."""
+        return self._again and self._position is P.BEFORE_BLOCK
+
+    @property
+    def may_hold_other_weights(self) -> bool:
+        """The script is out of the block, and may have put other weights into the model for a while."""
+        return self._rules.awaited != ""
+
+    def awaits(self, *, replaces: bool) -> bool:
+        """The state cannot be given or saved before the script has come back.
+
+        Args:
+            replaces: the state goes to replacements. Else all ranks start again before the block, and what the script
+                does there is not a part of the state.
+        """
+        if self._rules.awaited == "step" and (not replaces or self._by_framework):
+            return False
+        return comes_back(self._position, self._attendance)
+
+    def gives(self, *, aborted: bool) -> Moment:
+        """Which state a survivor gives, when it gives one.
+
+        Args:
+            aborted: the block of the step was aborted: its start is the state of now.
+        """
+        return "now" if aborted or self._by_framework else self._rules.gives
+
+    # ------------------------------------------------------------------ errors
+
+    def _position_after(self, event: ScriptEvent) -> ScriptPosition:
+        target = TABLE.get((self._position, event))
+        if target is None:
+            raise self._error(event)
+        return target
+
+    def _attendance_after(self, event: ScriptEvent) -> Attendance:
+        target = ATTENDANCES.get((self._attendance, event))
+        if target is None:
+            raise self._error(event)
+        return target
+
+    def _error(self, event: ScriptEvent) -> HoldfastError:
+        where = f"{self._position.value}, {self._attendance.value}"
+        story = "\n    ".join(self.story) or "(nothing yet)"
+        text = f"{event.value!r} does not fit a script that is {where}; the last events:\n    {story}"
+        if event in _MISUSE:
+            return StepError(
+                text,
+                hint="begin steps, loops, epochs and phases outside of the block of a step, one section at a time",
+            )
+        return InternalError(text, hint="please report this with the lines above")
