@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from holdfast.core import messages as m
+from holdfast.core import notices as n
 from holdfast.core import sightings as o
 from holdfast.core import spares
 from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
@@ -82,6 +83,13 @@ WireMessage = (
     | m.Mirror
     | m.Rolled
     | m.VotersAre
+    | n.Notice
+    | n.NoticeOver
+    | n.DrainNode
+    | n.PrepareSeats
+    | n.SeatsPrepared
+    | n.HoldOrder
+    | n.HoldReached
     | spares.SpareWaits
     | spares.Called
 )

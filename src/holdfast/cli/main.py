@@ -30,6 +30,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("holdfast.cli.run:run", "Start a training script on one host or more, and keep it alive."),
         "submit": ("holdfast.cli.submit:submit", "Start a script on a cluster: Slurm, Kubernetes."),
         "drill": ("holdfast.cli.drill:drill", "Train, inject faults, compare with the undisturbed run bit for bit."),
+        "drain": ("holdfast.cli.drain:drain", "Move the ranks of a node elsewhere, and let the node leave."),
         "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
     },
     "Look": {

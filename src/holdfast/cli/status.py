@@ -21,7 +21,7 @@ from holdfast.cli.escaping import echo_json
 from holdfast.cli.find import find_run, name_of, run_argument
 from holdfast.cli.ranks import RANKS_SHOWN, rank_parts
 from holdfast.cli.scrolling import Scroller
-from holdfast.cli.view import FaultView, RunView, SpareView, Watch
+from holdfast.cli.view import FaultView, HostView, RunView, SpareView, Watch
 from holdfast.core.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.page import Phase
 from holdfast.core.phases import NO_PAGE
@@ -166,12 +166,19 @@ def host_lines(view: RunView) -> list[str]:
         doing = f"{noun_of(len(host.ranks), 'rank')} {ranges(host.ranks)}" if host.ranks else "no rank"
         said.append(f"{host.name}{' (here)' if host.name == view.here else ''}: {host.gone or doing}")
     lines = [f"job  {'; '.join(said)}"]
+    lines += [f"     {leaving_text(host)}" for host in view.hosts if host.leaves and not host.gone]
     if view.cut_off or view.left:
         lines.append(
             f"     known here until {clock(view.heard_at)}; "
             "ask holdfast status on another host what has become of the job"
         )
     return lines
+
+
+def leaving_text(host: HostView) -> str:
+    """A node that will leave: by whose word, and when."""
+    when = "" if host.leaves_at is None else f" by {clock(host.leaves_at)}"
+    return f"{host.name} leaves{when} ({', '.join(host.leaves)})"
 
 
 def kept(view: RunView) -> str:

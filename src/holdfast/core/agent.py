@@ -72,6 +72,14 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.notices import (
+    DrainNode,
+    HoldReached,
+    Notice,
+    NoticeOver,
+    Notices,
+    PrepareSeats,
+)
 from holdfast.core.sightings import (
     Active,
     CopiesDiffer,
@@ -110,7 +118,7 @@ died with it. Not those that answer a standing order, which a hello has repeated
 LEAVE_TIMER = "leave"
 UPWARD = (
     *REMEMBERED,
-    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched, OnceAsked),
+    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched, OnceAsked, HoldReached),
 )
 """What a worker says; everything else that names a member is said to it."""
 
@@ -148,6 +156,7 @@ class Agent:
         self._request: ExitRun | None = None  # what was asked last; told to every controller
         self._due_s = 0.0  # when its deadline has passed
         self._stop: StopRun | None = None
+        self._notices = Notices()
         self._begun = False  # the others, or a controller, rely on this agent
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
@@ -185,6 +194,16 @@ class Agent:
             case StopRun():
                 self._out.append(Send(to="launcher", message=self._answer(event)))
                 self._ask_stop(event)
+            case DrainNode():
+                self._out.append(Send(to="launcher", message=self._answer_drain(event)))
+                self._notice(now, event.as_notice())
+            case Notice():
+                self._notice(now, event)
+            case NoticeOver():
+                self._notices.over(event)
+            case PrepareSeats():
+                if self.ending is None:
+                    self.spares.prepare(event)
             case Tick():
                 if event.name == "beat":
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
@@ -267,6 +286,8 @@ class Agent:
         while self._pending:
             self._tell(self._pending.popleft())
         self._tell_request()
+        for notice in self._notices.standing(self._here_s):
+            self._tell(notice)
         self._tell(AgentBeat(node_id=self.node_id))
 
     def _controller_gone(self, now: float) -> None:
@@ -299,6 +320,17 @@ class Agent:
             return Ack(ok=True, detail="leaving at once: nothing has begun")
         what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
+
+    def _answer_drain(self, request: DrainNode) -> Ack:
+        if self.ending is not None:
+            return Ack(ok=False, detail=f"the run is ending: {self.ending.reason}")
+        later = "" if self.connected else ", as soon as a controller is back"
+        return Ack(ok=True, detail=f"{'it stays' if request.withdrawn else 'it is told'}{later}")
+
+    def _notice(self, now: float, notice: Notice) -> None:
+        """Pass a notice on, now and to every controller that comes."""
+        if self.ending is None and self._notices.note(now, notice) and self.connected:
+            self._tell(notice)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
         """Pass a request on, now and to every controller that comes: one that dies may not have heard it."""

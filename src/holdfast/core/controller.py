@@ -61,13 +61,14 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.notices import HoldReached, Notice, SeatsPrepared
 from holdfast.core.once import Once
 from holdfast.core.policy import Failure
 from holdfast.core.recovery import Recovery
 from holdfast.core.sightings import Active, CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
 from holdfast.core.stragglers import Stragglers
 
-PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
+PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined, HoldReached)
 """What counts in the newest generation only."""
 
 
@@ -79,7 +80,7 @@ class Controller:
         self.recovery = Recovery(self.job)
         self.ending = Ending(self.job)
         self.fleet = Fleet(self.job, self.recovery, self.ending, past)
-        self.departures = Departures(self.job, self.fleet, self.ending)
+        self.departures = Departures(self.job, self.fleet, self.recovery, self.ending)
         self.hangs = Hangs(self.job, self.recovery)
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
@@ -101,6 +102,7 @@ class Controller:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
                 self.fleet.agent_hello(now, event)
+                self.departures.look(now)
             case Held():
                 self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}
             case AgentBeat():
@@ -128,7 +130,11 @@ class Controller:
                     self.departures.cancel()
                     self.ending.cancel(event.source)
                 else:
-                    self.departures.asked(event)
+                    self.departures.asked(now, event)
+            case Notice():
+                self.departures.noticed(now, event)
+            case SeatsPrepared():
+                self.departures.seats_prepared(now, event)
             case StopRun():
                 self.ending.stop(event.reason)
             case Catalogued():
@@ -217,6 +223,8 @@ class Controller:
                 self.recovery.settled(now, member, event)
             case FaultSeen():
                 self.recovery.suspect(now, member, event)
+            case HoldReached():
+                self.departures.holding(now, event)
             case StepReached():
                 self._begun(now, member)
                 member.reached = True
@@ -286,6 +294,7 @@ class Controller:
 
     def _save_reported(self, now: float, member: Member, event: SaveReported) -> None:
         job, save_id = self.job, event.save_id
+        self.departures.saved(event.duration_s)
         job.record(
             "saved",
             rank=member.rank,

@@ -44,6 +44,7 @@ from holdfast.core.messages import (
     StopRun,
     WorkerHello,
 )
+from holdfast.core.notices import DrainNode
 from holdfast.core.page import Word
 from holdfast.core.sightings import Gather, ShowRecords
 from holdfast.core.spares import BuildSpare, Called, CallSpare, is_spare
@@ -297,7 +298,7 @@ class AgentDaemon:
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role == "worker":
             self._heard_worker(channel, message)
-        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun):
+        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun | DrainNode):
             self._askers.append(channel)
             self._driver.post(message)
         else:

@@ -22,6 +22,7 @@ from holdfast.core.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
+from holdfast.session.pause import Pause
 from holdfast.session.rank import Rank
 from holdfast.session.saving import Saver
 from holdfast.store.values import encode_values
@@ -33,20 +34,23 @@ class Behind:
     """What is done when the script is back from behind a block.
 
     Args:
-        rank, adapter, pace, tier, saver: of the session.
+        rank, adapter, pace, tier, saver, pause: of the session.
 
     Attributes:
         exit_agreed: all ranks leave.
         exit_sealed: and the checkpoint of that is there.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, pace: Pace, tier: Tier, saver: Saver) -> None:
+    def __init__(
+        self, rank: Rank, adapter: Adapter, pace: Pace, tier: Tier, saver: Saver, pause: Pause
+    ) -> None:
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
         self._adapter = adapter
         self._pace = pace
         self._tier = tier
         self._saver = saver
+        self._pause = pause
         self._tally: Tally | None = None  # of the step that has just been committed
         self._left_with = ""  # digest of what was saved for the exit
 
@@ -80,6 +84,8 @@ class Behind:
             self._amend_exit()
         elif kind := self._pace.agreed(tally, rank.step):
             self._saver.save(kind, wait=False)
+        if tally.hold and not self.exit_agreed:
+            self._pause.wait()
 
     # ------------------------------------------------------------------ a graceful exit
 

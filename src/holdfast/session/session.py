@@ -44,6 +44,7 @@ from holdfast.session.handover import take_over
 from holdfast.session.loop import Loops
 from holdfast.session.memory import Tier
 from holdfast.session.pace import Pace
+from holdfast.session.pause import Pause
 from holdfast.session.rank import Rank
 from holdfast.session.repeating import Repeating
 from holdfast.session.resume import Candidates, Resume, Resumed, candidates
@@ -140,7 +141,8 @@ class Session(Repeating):
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
             watched=client is not None and not library,
         )  # fmt: skip
-        self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
+        self._pause = Pause(self._rank)
+        self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver, self._pause)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = Blocks(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = Common(self._adapter, client, self.state)
@@ -437,6 +439,7 @@ class Session(Repeating):
             busy=self._saver.busy,
             nonfinite=nonfinite,
             keep=self._tier.due(step + 1),
+            hold=self._pause.asked,
         )
 
     def differ(self, step: int) -> None:
