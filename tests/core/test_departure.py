@@ -329,3 +329,13 @@ def test_ranks_are_placed_as_usual_while_a_notice_only_waits() -> None:
     trains(job, 21)
     notice(job, B, left_s=1000.0)
     assert job.controller.job.places([job.controller.job.roster.members[1]]) == {1: (B, 0)}
+
+
+def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
+    """Its vote is that of its second life: nothing waits for the end of it."""
+    job = started()
+    ask(job, C)
+    job.post(Tick(name="depart"), 5.0)
+    job.post(AgentHello(node_id=C, slots=1, pid=9, host="h", port=7))
+    ask(job, A, B, C)
+    assert job.record("exit_requested")["source"] == "SIGTERM"

@@ -102,7 +102,7 @@ class Controller:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
                 self.fleet.agent_hello(now, event)
-                self.departures.look(now)
+                self.departures.joined(now, event.node_id)
             case Held():
                 self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}
             case AgentBeat():

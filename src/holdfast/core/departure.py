@@ -134,6 +134,12 @@ class Departures:
                 del self._standing[node_id, source]
         self._abandon()
 
+    def joined(self, now: float, node_id: NodeId) -> None:
+        """A node has come, or come back: a spare for ranks that move."""
+        if node_id == self._departed:
+            self._departed = None
+        self.look(now)
+
     def seats_prepared(self, now: float, event: SeatsPrepared) -> None:
         """An agent has built processes for a move, or could not."""
         move = self._move
