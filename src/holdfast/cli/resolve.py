@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from holdfast.core.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.addresses import read_host
 from holdfast.runtime.frameworks import FRAMEWORKS, FrameworkName
+from holdfast.runtime.notice_sources import read_sources
 from holdfast.runtime.settings import RunSettings, TargetKind, new_launch
 from holdfast.store.place import ROOT_VARIABLE, absolute
 from holdfast.wording import closest
@@ -102,6 +104,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         join_s=nodes.join_s,
         bind=nodes.bind,
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
+        **_leaving(values),
         master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),
@@ -128,6 +131,21 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     prefix = values["log_line_prefix_template"] or os.environ.get(LINE_PREFIX_VARIABLE, "")
     settings, untested = heed_torch(settings)
     return Request(settings, run_dir, shown, signals, notes + untested, token, prefix)
+
+
+def _leaving(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What says that this node will leave, or is sick. Raises: UsageError when nothing can be asked so."""
+    notices, health = str(values["notices"]), str(values["health"])
+    read_sources(notices, os.environ)
+    try:
+        shlex.split(health)
+    except ValueError as error:
+        raise UsageError(f"--health {health}: {error}", hint="quote it as in a shell") from error
+    return {
+        "notices": notices,
+        "health": health,
+        "health_every_s": _at_least(values, "health_every", 1.0),
+    }
 
 
 def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
