@@ -339,3 +339,31 @@ def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
     job.post(AgentHello(node_id=C, slots=1, pid=9, host="h", port=7))
     ask(job, A, B, C)
     assert job.record("exit_requested")["source"] == "SIGTERM"
+
+
+@pytest.mark.parametrize("left_s", [-1.0, 20.0])
+def test_fewer_nodes_go_on_where_they_may_before_the_deadline(left_s: float) -> None:
+    """Three nodes, none waits, with ``--shrink-to``."""
+    nodes = (A, B, C)
+    job = Job(world_size=3, nnodes=3, nodes_min=1, voters=nodes)
+    for node in nodes:
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    notice(job, B, left_s=left_s)
+    assert bool(orders(job, HoldOrder)) is (left_s < 0), "a spare may come by then"
+    if left_s > 0:
+        job.post(Tick(name="depart"), 16.0)
+    reach_hold(job)
+    old, generation = job.members[1], job.generation
+    assert [k.member_id for k in job.sent(KillMember)] == [old]
+    for index in (0, 2):
+        job.post(Settled(member_id=job.members[index], generation=generation, state="ready", step=25))
+    job.post(
+        MemberExited(
+            member_id=old, node_id=B, generation=generation, code=None, signal=9, state="ready", step=25,
+            detail="ready",
+        )
+    )  # fmt: skip
+    assert job.record("verdict")["rung"] == "shrink"

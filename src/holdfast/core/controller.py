@@ -141,6 +141,7 @@ class Controller:
                 self.job.roster.recall(event)
             case VotersAre():
                 self.fleet.voters = event.voters
+                self.departures.look(now)
             case Tick():
                 self._tick(now, event.name)
             case WorkerHello():
