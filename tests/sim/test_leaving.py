@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 
+import msgspec
 import pytest
 
 from holdfast.core.config import Config
@@ -46,15 +47,11 @@ class Moving(World):
 
         class Three(made):  # type: ignore[valid-type, misc]
             def __init__(self, config: Config, past: Past, uncovered: object) -> None:
-                super().__init__(Config(**{**_fields(config), "nnodes": 2}), past, uncovered)
+                super().__init__(msgspec.structs.replace(config, nnodes=2), past, uncovered)
 
         self.controller_type = Three
         super()._start_controller()
         self.controller_type = made
-
-
-def _fields(config: Config) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
 def moving(seed: int, faults: tuple[SimFault, ...] = ()) -> SimResult:

@@ -283,7 +283,9 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
             "are they copies at all? --verify-every 0 stops comparing",
         ]
     if fault.kind == "leave":
-        return [f"nothing: start the same command on {fault.node or 'that node'} to give the job this node again"]
+        return [
+            f"nothing: start the same command on {fault.node or 'that node'} to give the job this node again"
+        ]
     if fault.kind == "signal":
         hints = {
             "6": "it gave up by itself: what it asserted or threw is in its output, if it said so (of gloo: does each "

@@ -104,7 +104,6 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         join_s=nodes.join_s,
         bind=nodes.bind,
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
-        **_leaving(values),
         master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
         role=str(values["role"]),
@@ -131,21 +130,6 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     prefix = values["log_line_prefix_template"] or os.environ.get(LINE_PREFIX_VARIABLE, "")
     settings, untested = heed_torch(settings)
     return Request(settings, run_dir, shown, signals, notes + untested, token, prefix)
-
-
-def _leaving(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What says that this node will leave, or is sick. Raises: UsageError when nothing can be asked so."""
-    notices, health = str(values["notices"]), str(values["health"])
-    read_sources(notices, os.environ)
-    try:
-        shlex.split(health)
-    except ValueError as error:
-        raise UsageError(f"--health {health}: {error}", hint="quote it as in a shell") from error
-    return {
-        "notices": notices,
-        "health": health,
-        "health_every_s": _at_least(values, "health_every", 1.0),
-    }
 
 
 def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
@@ -360,6 +344,9 @@ class Answers(TypedDict):
     verify_every: int
     replace_slower_than: float
     memory_every: int
+    notices: str
+    health: str
+    health_every_s: float
 
 
 def _answers(values: Mapping[str, Any]) -> Answers:
@@ -374,7 +361,23 @@ def _answers(values: Mapping[str, Any]) -> Answers:
         "verify_every": _at_least(values, "verify_every", 0),
         "replace_slower_than": _at_least(values, "replace_slower_than", 0.0),
         "memory_every": _memory_every(str(values["memory_every"])),
+        "notices": _notices(str(values["notices"])),
+        "health": _health(str(values["health"])),
+        "health_every_s": _at_least(values, "health_every", 1.0),
     }
+
+
+def _notices(spec: str) -> str:
+    read_sources(spec, os.environ)  # refuses what it does not know
+    return spec
+
+
+def _health(command: str) -> str:
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--health {command}: {error}", hint="quote it as in a shell") from error
+    return command
 
 
 def _spares(values: Mapping[str, Any]) -> int:

@@ -194,16 +194,11 @@ class Agent:
             case StopRun():
                 self._out.append(Send(to="launcher", message=self._answer(event)))
                 self._ask_stop(event)
+            case DrainNode() | Notice() | NoticeOver() | PrepareSeats() if self.ending is None:
+                self._leaving(now, event)
             case DrainNode():
-                self._out.append(Send(to="launcher", message=self._answer_drain(event)))
-                self._notice(now, event.as_notice())
-            case Notice():
-                self._notice(now, event)
-            case NoticeOver():
-                self._notices.over(event)
-            case PrepareSeats():
-                if self.ending is None:
-                    self.spares.prepare(event)
+                refusal = f"the run is ending: {self.ending.reason if self.ending else ''}"
+                self._out.append(Send(to="launcher", message=Ack(ok=False, detail=refusal)))
             case Tick():
                 if event.name == "beat":
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
@@ -321,16 +316,21 @@ class Agent:
         what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
-    def _answer_drain(self, request: DrainNode) -> Ack:
-        if self.ending is not None:
-            return Ack(ok=False, detail=f"the run is ending: {self.ending.reason}")
-        later = "" if self.connected else ", as soon as a controller is back"
-        return Ack(ok=True, detail=f"{'it stays' if request.withdrawn else 'it is told'}{later}")
-
-    def _notice(self, now: float, notice: Notice) -> None:
-        """Pass a notice on, now and to every controller that comes."""
-        if self.ending is None and self._notices.note(now, notice) and self.connected:
-            self._tell(notice)
+    def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
+        """A node will leave: pass notices on, now and to every controller that comes, and build what they ask for."""
+        if isinstance(event, PrepareSeats):
+            self.spares.prepare(event)
+            return
+        if isinstance(event, NoticeOver):
+            self._notices.over(event)
+            return
+        if isinstance(event, DrainNode):
+            later = "" if self.connected else ", as soon as a controller is back"
+            detail = f"{'it stays' if event.withdrawn else 'it is told'}{later}"
+            self._out.append(Send(to="launcher", message=Ack(ok=True, detail=detail)))
+            event = event.as_notice()
+        if self._notices.note(now, event) and self.connected:
+            self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
         """Pass a request on, now and to every controller that comes: one that dies may not have heard it."""

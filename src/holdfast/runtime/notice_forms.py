@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import TypeVar
 
 import msgspec
 
@@ -28,6 +29,9 @@ class Foreseen(msgspec.Struct, frozen=True):
     source: str
     left_s: float = NO_DEADLINE
     whole_job: bool = False
+
+
+T = TypeVar("T")
 
 
 class _AwsAction(msgspec.Struct):
@@ -142,7 +146,7 @@ def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
         ) from None
 
 
-def _decoded(body: bytes, kind: type, what: str):  # type: ignore[no-untyped-def]
+def _decoded(body: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Protocol
@@ -246,7 +246,7 @@ def read_sources(spec: str, environment: Mapping[str, str]) -> list[Source]:
     found: list[Source] = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
         kind, _, place = item.partition("=")
-        clouds = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+        clouds: dict[str, Callable[[str], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
         if kind in clouds and (not place or urlsplit(place).scheme == "http"):
             found.append(clouds[kind](place or METADATA))
         elif kind == "slurm" and not place:
