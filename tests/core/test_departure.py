@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.ids import NodeId, SaveId
-from holdfast.core.messages import (
+from holdfast.core.notices import HoldOrder, HoldReached, Notice, NoticeOver, PrepareSeats, SeatsPrepared
+from holdfast.core.protocol.messages import (
     AgentHello,
     CancelTimer,
     EndRun,
@@ -31,8 +32,7 @@ from holdfast.core.messages import (
     Tick,
     WorkerHello,
 )
-from holdfast.core.notices import HoldOrder, HoldReached, Notice, NoticeOver, PrepareSeats, SeatsPrepared
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import Job
 from tests.core.test_nodes import A, B, C, rolled, started
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.cli.command import HOLDFAST
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts

@@ -17,6 +17,8 @@ from holdfast.core.ids import NodeId
 from holdfast.core.notices import NO_DEADLINE, Notice
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.runtime.health import BuiltIn, HealthCommand, KernelLog, broken_by
+from holdfast.runtime.node.process_info import alive
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.notice_forms import (
     Foreseen,
     aws_action,
@@ -39,8 +41,6 @@ from holdfast.runtime.notice_sources import (
     read_sources,
 )
 from holdfast.runtime.notice_watch import NoticeWatch, sources_of
-from holdfast.runtime.pids import alive
-from holdfast.runtime.settings import RunSettings
 from tests.runtime.runs import until
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.history import Past
 from holdfast.core.ids import NodeId
-from holdfast.core.messages import JoinAsked, Message
+from holdfast.core.job.log_replay import Past
 from holdfast.core.notices import DrainNode
-from holdfast.exits import Exit
+from holdfast.core.protocol.messages import JoinAsked, Message
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.world import SimAgent, SimResult, World, run_sim
 

@@ -7,15 +7,15 @@ from datetime import datetime
 import click
 
 from holdfast.cli.deadline import seconds_until
-from holdfast.cli.errors import logs_at
-from holdfast.cli.escaping import echo
-from holdfast.cli.find import find_run, name_of, run_argument
-from holdfast.cli.view import RunView, Watch
+from holdfast.cli.screen.error_output import logs_at
+from holdfast.cli.screen.escaping import echo
+from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
+from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.core.ids import NodeId
 from holdfast.core.notices import NO_DEADLINE, DrainNode
 from holdfast.errors import UsageError, UserError
-from holdfast.runtime.launch import AgentLink
-from holdfast.wording import span
+from holdfast.runtime.node.agent_client import AgentLink
+from holdfast.text import span
 
 
 @click.command(name="drain", context_settings={"help_option_names": ["-h", "--help"]})

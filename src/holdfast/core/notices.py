@@ -1,7 +1,7 @@
 """Notices that a node will leave: the messages about them, and what an agent keeps of them.
 
-Part of the vocabulary of ``core/messages.py``, under the same rules. A notice stands until its source takes it back or
-the node has left. Times are told as what is left of them: clocks of nodes differ.
+Part of the vocabulary of ``core/protocol/messages.py``, under the same rules. A notice stands until its source takes
+it back or the node has left. Times are told as what is left of them: clocks of nodes differ.
 
 Invariants:
 1. A notice that stands is told to every controller that comes.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.messages import Assignment, Message
+from holdfast.core.protocol.messages import Assignment, Message
 
 NO_DEADLINE = -1.0
 BY_HAND = "holdfast drain"

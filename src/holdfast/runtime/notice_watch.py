@@ -16,11 +16,11 @@ from typing import Self
 from holdfast.core.ids import NodeId
 from holdfast.core.notices import NO_DEADLINE, Notice
 from holdfast.errors import ProtocolError
-from holdfast.journal import Log
+from holdfast.event_log import Log
 from holdfast.runtime.health import BuiltIn, HealthCommand, KernelLog
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.notice_forms import Foreseen
 from holdfast.runtime.notice_sources import Source, read_sources
-from holdfast.runtime.settings import RunSettings
 
 
 class NoticeWatch:

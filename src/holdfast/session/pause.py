@@ -11,7 +11,7 @@ import time
 
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.core.notices import HoldOrder, HoldReached
-from holdfast.session.rank import Rank
+from holdfast.session.steps.participant import Rank
 
 HOLD_S = 5.0
 
