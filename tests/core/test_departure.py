@@ -15,14 +15,14 @@ from holdfast.core.protocol.messages import (
     ExitCancelled,
     ExitRun,
     Fence,
-    Held,
+    HeldStates,
     JoinAsked,
     Joined,
     KillMember,
     MemberExited,
     MemberStarted,
     Receive,
-    Resume,
+    ResumeInPlace,
     SaveReported,
     Send,
     Settled,
@@ -136,7 +136,7 @@ def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) ->
     job.open(20)
     job.controller.job.uncovered = lambda layouts, sources: "" if 1 in sources else "shard 1 is gone"
     if in_memory:
-        job.post(Held(node_id=C, ranks={"1": (20,)}))
+        job.post(HeldStates(node_id=C, ranks={"1": (20,)}))
     trains(job, 21)
     ask(job, B)
     job.post(Tick(name="depart"), 5.0)
@@ -192,7 +192,7 @@ def move(job: Job) -> None:
     job.post(JoinAsked(member_id=new, generation=generation))
     assert job.sent(Receive)
     job.post(Joined(member_id=new, generation=generation, step=25))
-    assert job.sent(Resume)
+    assert job.sent(ResumeInPlace)
     trains(job, 26)
 
 

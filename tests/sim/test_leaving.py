@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.ids import NodeId
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.notices import DrainNode
 from holdfast.core.protocol.messages import JoinAsked, Message
 from holdfast.exit_codes import Exit
@@ -46,7 +46,7 @@ class Moving(World):
         made = self.controller_type
 
         class Three(made):  # type: ignore[valid-type, misc]
-            def __init__(self, config: Config, past: Past, uncovered: object) -> None:
+            def __init__(self, config: Config, past: ReplayedState, uncovered: object) -> None:
                 super().__init__(msgspec.structs.replace(config, nnodes=2), past, uncovered)
 
         self.controller_type = Three

@@ -16,7 +16,7 @@ from typing import Self
 from holdfast.core.ids import NodeId
 from holdfast.core.notices import NO_DEADLINE, Notice
 from holdfast.errors import ProtocolError
-from holdfast.event_log import Log
+from holdfast.event_log import EventSink
 from holdfast.runtime.health import BuiltIn, HealthCommand, KernelLog
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.notice_forms import Foreseen
@@ -38,7 +38,7 @@ class NoticeWatch:
         node_id: NodeId,
         sources: Sequence[Source],
         post: Callable[[Notice], None],
-        journal: Log,
+        journal: EventSink,
     ) -> None:
         self._node_id = node_id
         self._sources = sources
@@ -55,7 +55,7 @@ class NoticeWatch:
         settings: RunSettings,
         run_dir: Path,
         post: Callable[[Notice], None],
-        journal: Log,
+        journal: EventSink,
     ) -> Self:
         """What the agent of a run asks. Raises: UsageError: ``--notices`` names no source."""
         return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)

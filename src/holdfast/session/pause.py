@@ -11,7 +11,7 @@ import time
 
 from holdfast.core.ids import NO_GENERATION, Generation
 from holdfast.core.notices import HoldOrder, HoldReached
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 HOLD_S = 5.0
 
@@ -23,7 +23,7 @@ class Pause:
         rank: of the session.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._asked_in: Generation = NO_GENERATION
         if rank.client is not None:

@@ -27,9 +27,9 @@ from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import node_order
-from holdfast.core.job.node_tracker import Fleet
+from holdfast.core.job.node_tracker import NodeTracker
 from holdfast.core.job.recovery import Recovery
-from holdfast.core.job.shutdown import Ending
+from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.leaving import Choice, Plight, choose
 from holdfast.core.notices import HoldOrder, HoldReached, Notice, NoticeOver, PrepareSeats, SeatsPrepared
 from holdfast.core.protocol.messages import Assignment, EndRun, ExitRun
@@ -77,7 +77,7 @@ class Move(msgspec.Struct, kw_only=True):
 class Departures:
     """Sub-machine of the controller. ``job`` is shared with it; ``now`` is on its clock."""
 
-    def __init__(self, job: Job, fleet: Fleet, recovery: Recovery, ending: Ending) -> None:
+    def __init__(self, job: Job, fleet: NodeTracker, recovery: Recovery, ending: Shutdown) -> None:
         self.job = job
         self.fleet = fleet
         self.recovery = recovery

@@ -20,17 +20,17 @@ from holdfast.core.protocol.messages import ExitAgreed
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.frameworks.common.adapter import Adapter
-from holdfast.session.checkpoints.checkpointer import Saver
-from holdfast.session.checkpoints.memory_tier import Tier
-from holdfast.session.checkpoints.save_schedule import Pace
+from holdfast.session.checkpoints.checkpointer import Checkpointer
+from holdfast.session.checkpoints.memory_tier import MemoryTier
+from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.pause import Pause
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
 
 
-class Behind:
+class AfterBlock:
     """What is done when the script is back from behind a block.
 
     Args:
@@ -42,7 +42,13 @@ class Behind:
     """
 
     def __init__(
-        self, rank: Rank, adapter: Adapter, pace: Pace, tier: Tier, saver: Saver, pause: Pause
+        self,
+        rank: StepParticipant,
+        adapter: Adapter,
+        pace: SaveSchedule,
+        tier: MemoryTier,
+        saver: Checkpointer,
+        pause: Pause,
     ) -> None:
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
