@@ -23,6 +23,7 @@ import msgspec
 from holdfast.core.job import spares
 from holdfast.core.protocol import health_messages as o
 from holdfast.core.protocol import messages as m
+from holdfast.core.protocol import notices as n
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
 from holdfast.sealing import TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same
@@ -82,6 +83,13 @@ WireMessage = (
     | m.Mirror
     | m.Rolled
     | m.VotersAre
+    | n.Notice
+    | n.NoticeOver
+    | n.DrainNode
+    | n.PrepareSeats
+    | n.SeatsPrepared
+    | n.HoldOrder
+    | n.HoldReached
     | spares.SpareWaits
     | spares.Called
 )

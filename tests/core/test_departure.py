@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from holdfast.core.ids import NodeId
+from holdfast.core.ids import NodeId, SaveId
 from holdfast.core.protocol.messages import (
     AgentHello,
     CancelTimer,
     EndRun,
     ExitCancelled,
     ExitRun,
+    Fence,
     HeldStates,
+    JoinAsked,
+    Joined,
+    KillMember,
+    MemberExited,
+    MemberStarted,
+    Receive,
+    ResumeInPlace,
+    SaveReported,
     Send,
+    Settled,
+    StartMembers,
+    StateOffered,
+    StepReached,
     Tick,
+    WorkerHello,
+)
+from holdfast.core.protocol.notices import (
+    HoldOrder,
+    HoldReached,
+    Notice,
+    NoticeOver,
+    PrepareSeats,
+    SeatsPrepared,
 )
 from holdfast.exit_codes import Exit
 from tests.core.test_controller import Job
@@ -24,6 +48,12 @@ def ask(job: Job, *nodes: NodeId, source: str = "SIGTERM") -> None:
     """The launchers of these nodes get a signal."""
     for node in nodes:
         job.post(ExitRun(grace_s=30.0, source=source, node_id=node))
+
+
+def trains(job: Job, step: int) -> None:
+    """All ranks have committed this step."""
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=step))
 
 
 def kinds(job: Job) -> set[str]:
@@ -114,6 +144,233 @@ def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) ->
     job.controller.job.uncovered = lambda layouts, sources: "" if 1 in sources else "shard 1 is gone"
     if in_memory:
         job.post(HeldStates(node_id=C, ranks={"1": (20,)}))
+    trains(job, 21)
     ask(job, B)
     job.post(Tick(name="depart"), 5.0)
     assert ("node_left" in kinds(job)) is in_memory and ("exit_requested" in kinds(job)) is not in_memory
+
+
+def training() -> Job:
+    """Two ranks on A and B train with live sessions, C waits."""
+    job = started()
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    return job
+
+
+def notice(job: Job, node: NodeId, left_s: float = -1.0, source: str = "holdfast drain", **how: bool) -> None:
+    """A source says that the node will leave."""
+    job.post(Notice(node_id=node, source=source, left_s=left_s, **how))
+
+
+def prepared(job: Job, node: NodeId = C, *ranks: int, failed: str = "") -> None:
+    """An agent has built what was asked of it."""
+    job.post(SeatsPrepared(node_id=node, ranks=ranks or (1,), failed=failed))
+
+
+def reach_hold(job: Job, step: int = 25) -> None:
+    """All ranks have stopped."""
+    job.post(HoldReached(member_id=job.members[0], generation=job.generation, step=step))
+
+
+def orders(job: Job, kind: type[PrepareSeats] | type[HoldOrder] | type[NoticeOver]) -> list[Any]:
+    """All that were sent so far."""
+    return [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, kind)]
+
+
+def move(job: Job) -> None:
+    """The recovery that puts a newcomer on C into the seat of rank 1."""
+    old = job.members[1]
+    assert [k.member_id for k in job.sent(KillMember)] == [old]
+    generation = job.generation
+    end = MemberExited(
+        member_id=old, node_id=B, generation=generation, code=None, signal=9, state="ready", step=25,
+        detail="ready",
+    )  # fmt: skip
+    job.post(Settled(member_id=job.members[0], generation=generation, state="ready", step=25))
+    job.post(end)
+    (order,) = job.sent(StartMembers)
+    assert order.node_id == C and order.join
+    new, first = order.members[0].member_id, job.members[0]
+    job.post(MemberStarted(member_id=new, node_id=C, pid=7))
+    job.post(WorkerHello(member_id=new, generation=generation, rank=1, pid=7))
+    job.post(StateOffered(member_id=first, generation=generation, step=25, host="h", port=1))
+    job.post(JoinAsked(member_id=new, generation=generation))
+    assert job.sent(Receive)
+    job.post(Joined(member_id=new, generation=generation, step=25))
+    assert job.sent(ResumeInPlace)
+    trains(job, 26)
+
+
+def test_a_rank_moves_to_a_process_that_was_built_beforehand_at_the_end_of_a_step() -> None:
+    job = training()
+    notice(job, B)
+    (order,) = job.sent(PrepareSeats)
+    assert (order.node_id, [seat.rank for seat in order.members]) == (C, [1])
+    job.post(Tick(name="depart"), 60.0)
+    assert not {"fenced", "holding"} & kinds(job), "the old rank trains until the new one is built"
+    prepared(job)
+    assert job.sent(HoldOrder) and not job.sent(Fence)
+    reach_hold(job)
+    assert job.record("detected")["kind"] == "leave" and job.sent(Fence)
+    move(job)
+    assert job.record("verdict")["rung"] == "node" and job.record("verdict")["counts"] is False
+    assert job.record("recovered")["steps_lost"] == 0
+    assert "node_left" not in kinds(job), "an agent that may run the controller stays until the job goes on"
+    job.post(Tick(name="depart"), 0.25)
+    assert set(ends(job)) == {f"agent:{B}"} and ends(job)[f"agent:{B}"].node_only
+    assert NoticeOver(node_id=B) in orders(job, NoticeOver)
+    assert not job.controller.job.leaving
+
+
+def test_moves_do_not_use_up_the_budget_of_restarts() -> None:
+    job = training()
+    notice(job, B)
+    prepared(job)
+    reach_hold(job)
+    move(job)
+    assert job.controller.job.answered == []
+
+
+def test_a_notice_that_is_withdrawn_leaves_no_trace() -> None:
+    job = training()
+    notice(job, B)
+    notice(job, B, withdrawn=True)
+    assert [order.members for order in orders(job, PrepareSeats)][-1] == ()
+    assert "node_stays" in kinds(job) and not job.controller.job.leaving
+    prepared(job)
+    job.post(Tick(name="depart"), 60.0)
+    assert not {"fenced", "holding", "node_left"} & kinds(job)
+
+
+def test_a_node_leaves_while_one_of_its_notices_stands() -> None:
+    job = training()
+    notice(job, B, source="file")
+    notice(job, B)
+    notice(job, B, withdrawn=True)
+    prepared(job)
+    assert orders(job, HoldOrder)
+
+
+def test_a_process_that_cannot_be_built_does_not_keep_the_node() -> None:
+    job = training()
+    notice(job, B)
+    prepared(job, failed="ValueError: no")
+    reach_hold(job)
+    assert job.sent(Fence)
+
+
+def test_ranks_that_do_not_stop_are_not_waited_for_beyond_the_deadline() -> None:
+    """A step that takes for ever: the swap comes in the middle of it, and it is run again."""
+    job = training()
+    notice(job, B, left_s=8.0)
+    prepared(job)
+    job.post(Tick(name="depart"), 6.0)
+    assert not job.sent(Fence)
+    job.post(Tick(name="depart"), 1.5)
+    assert job.sent(Fence) or "node_left" in kinds(job)
+
+
+def test_without_a_spare_the_job_waits_for_one_until_it_has_to_save() -> None:
+    job = Job(world_size=2, nnodes=2, voters=(A, B))
+    for node in (A, B):
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    notice(job, B, left_s=100.0)
+    assert not {"exit_requested", "fenced"} & kinds(job) and not job.controller.job.leaving
+    job.post(Tick(name="depart"), 80.0)
+    assert "exit_requested" not in kinds(job)
+    job.post(Tick(name="depart"), 6.0)
+    assert job.record("exit_requested")["grace_s"] == pytest.approx(14.0, abs=0.2)
+
+
+def test_a_spare_that_comes_in_time_takes_the_ranks() -> None:
+    job = Job(world_size=2, nnodes=2, voters=(A, B))
+    for node in (A, B):
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    notice(job, B, left_s=1000.0)
+    job.controller.fleet.voters = (A, B, C)
+    job.post(AgentHello(node_id=C, slots=1, pid=1, host="h", port=7), 5.0)
+    assert orders(job, PrepareSeats)
+
+
+def test_the_end_of_the_whole_job_is_met_with_a_save() -> None:
+    """The end time that a scheduler has set: whatever spares there are."""
+    job = training()
+    notice(job, NodeId(""), left_s=3600.0, source="slurm")
+    job.post(Tick(name="depart"), 3500.0)
+    assert not {"exit_requested", "fenced"} & kinds(job)
+    job.post(Tick(name="depart"), 90.0)
+    assert job.record("exit_requested")["source"] == "slurm"
+
+
+def test_a_save_that_has_taken_long_is_begun_earlier() -> None:
+    job = training()
+    save = SaveId("run", job.generation, 21, 0, "periodic")
+    job.post(
+        SaveReported(
+            member_id=job.members[0], generation=job.generation, save_id=save, sealed=False, size_bytes=1,
+            duration_s=100.0,
+        )
+    )  # fmt: skip
+    notice(job, NodeId(""), left_s=600.0)
+    job.post(Tick(name="depart"), 350.0)
+    assert "exit_requested" not in kinds(job)
+    job.post(Tick(name="depart"), 60.0)
+    assert "exit_requested" in kinds(job)
+
+
+def test_ranks_are_placed_as_usual_while_a_notice_only_waits() -> None:
+    """Without room elsewhere a rank that is lost comes back on its own node, notice or not."""
+    job = Job(world_size=2, nnodes=2, voters=(A, B))
+    for node in (A, B):
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    notice(job, B, left_s=1000.0)
+    assert job.controller.job.places([job.controller.job.roster.members[1]]) == {1: (B, 0)}
+
+
+def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
+    """Its vote is that of its second life: nothing waits for the end of it."""
+    job = started()
+    ask(job, C)
+    job.post(Tick(name="depart"), 5.0)
+    job.post(AgentHello(node_id=C, slots=1, pid=9, host="h", port=7))
+    ask(job, A, B, C)
+    assert job.record("exit_requested")["source"] == "SIGTERM"
+
+
+@pytest.mark.parametrize("left_s", [-1.0, 20.0])
+def test_fewer_nodes_go_on_where_they_may_before_the_deadline(left_s: float) -> None:
+    """Three nodes, none waits, with ``--shrink-to``."""
+    nodes = (A, B, C)
+    job = Job(world_size=3, nnodes=3, nodes_min=1, voters=nodes)
+    for node in nodes:
+        job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
+    job.hello()
+    job.open(20, live=True)
+    trains(job, 21)
+    notice(job, B, left_s=left_s)
+    assert bool(orders(job, HoldOrder)) is (left_s < 0), "a spare may come by then"
+    if left_s > 0:
+        job.post(Tick(name="depart"), 16.0)
+    reach_hold(job)
+    old, generation = job.members[1], job.generation
+    assert [k.member_id for k in job.sent(KillMember)] == [old]
+    for index in (0, 2):
+        job.post(Settled(member_id=job.members[index], generation=generation, state="ready", step=25))
+    job.post(
+        MemberExited(
+            member_id=old, node_id=B, generation=generation, code=None, signal=9, state="ready", step=25,
+            detail="ready",
+        )
+    )  # fmt: skip
+    assert job.record("verdict")["rung"] == "shrink"

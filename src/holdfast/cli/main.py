@@ -36,6 +36,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "holdfast.cli.commands.drill:drill",
             "Train, inject faults, compare with the undisturbed run bit for bit.",
         ),
+        "drain": (
+            "holdfast.cli.commands.drain:drain",
+            "Move the ranks of a node elsewhere, and let the node leave.",
+        ),
         "exit": ("holdfast.cli.commands.exit:exit_run", "Ask a run to save at the next step and leave."),
     },
     "Look": {

@@ -83,6 +83,14 @@ from holdfast.core.protocol.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.protocol.notices import (
+    DrainNode,
+    HoldReached,
+    Notice,
+    NoticeOver,
+    Notices,
+    PrepareSeats,
+)
 from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.exit_codes import Exit
 from holdfast.text import plural
@@ -110,7 +118,17 @@ died with it. Not those that answer a standing order, which a hello has repeated
 LEAVE_TIMER = "leave"
 UPWARD = (
     *REMEMBERED,
-    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, StateDigests, OnceAsked),
+    *(
+        ExitAsked,
+        ExitAgreed,
+        StateOffered,
+        StateRefused,
+        JoinAsked,
+        Joined,
+        StateDigests,
+        OnceAsked,
+        HoldReached,
+    ),
 )
 """What a worker says; everything else that names a member is said to it."""
 
@@ -148,6 +166,7 @@ class Agent:
         self._request: ExitRun | None = None  # what was asked last; told to every controller
         self._due_s = 0.0  # when its deadline has passed
         self._stop: StopRun | None = None
+        self._notices = Notices()
         self._begun = False  # the others, or a controller, rely on this agent
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
@@ -185,6 +204,11 @@ class Agent:
             case StopRun():
                 self._out.append(Send(to="launcher", message=self._answer(event)))
                 self._ask_stop(event)
+            case DrainNode() | Notice() | NoticeOver() | PrepareSeats() if self.ending is None:
+                self._leaving(now, event)
+            case DrainNode():
+                refusal = f"the run is ending: {self.ending.reason if self.ending else ''}"
+                self._out.append(Send(to="launcher", message=Ack(ok=False, detail=refusal)))
             case Tick():
                 if event.name == "beat":
                     self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
@@ -267,6 +291,8 @@ class Agent:
         while self._pending:
             self._tell(self._pending.popleft())
         self._tell_request()
+        for notice in self._notices.standing(self._here_s):
+            self._tell(notice)
         self._tell(AgentBeat(node_id=self.node_id))
 
     def _controller_gone(self, now: float) -> None:
@@ -299,6 +325,22 @@ class Agent:
             return Ack(ok=True, detail="leaving at once: nothing has begun")
         what = "taking the request back" if request.cancel else f"leaving within {request.grace_s:g} s"
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
+
+    def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
+        """A node will leave: pass notices on, now and to every controller that comes, and build what they ask for."""
+        if isinstance(event, PrepareSeats):
+            self.spares.prepare(event)
+            return
+        if isinstance(event, NoticeOver):
+            self._notices.over(event)
+            return
+        if isinstance(event, DrainNode):
+            later = "" if self.connected else ", as soon as a controller is back"
+            detail = f"{'it stays' if event.withdrawn else 'it is told'}{later}"
+            self._out.append(Send(to="launcher", message=Ack(ok=True, detail=detail)))
+            event = event.as_notice()
+        if self._notices.note(now, event) and self.connected:
+            self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
         """Pass a request on, now and to every controller that comes: one that dies may not have heard it."""

@@ -40,6 +40,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     depart_s: float = (
         5.0  # a node that is asked to leave departs alone when the others were not asked within this
     )
+    hold_s: float = 10.0  # ranks that move wait so long for all to stop at the end of a step
     failing_s: float = 2.0  # a worker that reported its exception exits within this, or is killed
     gasp_s: float = 60.0  # a source writes its share of a last-gasp checkpoint within this, or is killed
     leave_s: float = 5.0  # a worker told to leave exits within this, or is killed

@@ -72,11 +72,12 @@ from holdfast.core.protocol.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.protocol.notices import HoldReached, Notice, SeatsPrepared
 from holdfast.core.watch.corruption import Corruption
 from holdfast.core.watch.hang_detection import Hangs
 from holdfast.core.watch.stragglers import Stragglers
 
-PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
+PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined, HoldReached)
 """What counts in the newest generation only."""
 
 
@@ -88,7 +89,7 @@ class Controller:
         self.recovery = Recovery(self.job)
         self.ending = Shutdown(self.job)
         self.fleet = NodeTracker(self.job, self.recovery, self.ending, past)
-        self.departures = Departures(self.job, self.fleet, self.ending)
+        self.departures = Departures(self.job, self.fleet, self.recovery, self.ending)
         self.hangs = Hangs(self.job, self.recovery)
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
@@ -110,6 +111,7 @@ class Controller:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
                 self.fleet.agent_hello(now, event)
+                self.departures.joined(now, event.node_id)
             case HeldStates():
                 self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}
             case AgentBeat():
@@ -137,13 +139,18 @@ class Controller:
                     self.departures.cancel()
                     self.ending.cancel(event.source)
                 else:
-                    self.departures.asked(event)
+                    self.departures.asked(now, event)
+            case Notice():
+                self.departures.noticed(now, event)
+            case SeatsPrepared():
+                self.departures.seats_prepared(now, event)
             case StopRun():
                 self.ending.stop(event.reason)
             case Catalogued():
                 self.job.roster.recall(event)
             case VotersAre():
                 self.fleet.voters = event.voters
+                self.departures.look(now)
             case Tick():
                 self._tick(now, event.name)
             case WorkerHello():
@@ -226,6 +233,8 @@ class Controller:
                 self.recovery.settled(now, member, event)
             case FaultSeen():
                 self.recovery.suspect(now, member, event)
+            case HoldReached():
+                self.departures.holding(now, event)
             case StepReached():
                 self._begun(now, member)
                 member.reached = True
@@ -295,6 +304,7 @@ class Controller:
 
     def _save_reported(self, now: float, member: Member, event: SaveReported) -> None:
         job, save_id = self.job, event.save_id
+        self.departures.saved(event.duration_s)
         job.record(
             "saved",
             rank=member.rank,

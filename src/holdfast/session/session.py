@@ -60,6 +60,7 @@ from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.participant_calls import ParticipantCalls
+from holdfast.session.steps.pause import Pause
 from holdfast.session.steps.replica_check import Verifier
 from holdfast.session.steps.section import Sections
 from holdfast.session.steps.step import Step, StepRunner
@@ -148,7 +149,8 @@ class Session(ScriptLoops):
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
             watched=client is not None and not library,
         )  # fmt: skip
-        self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver)
+        self._pause = Pause(self._rank)
+        self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver, self._pause)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
@@ -447,6 +449,7 @@ class Session(ScriptLoops):
             busy=self._saver.busy,
             nonfinite=nonfinite,
             keep=self._tier.due(step + 1),
+            hold=self._pause.asked,
         )
 
     def differ(self, step: int) -> None:

@@ -7,19 +7,22 @@ at any commit; a newcomer may lack what the one before it had.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
-from holdfast.core.ids import NO_VERSION, LayoutVersion, MemberId, SaveId
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, LayoutVersion, MemberId, SaveId
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Message, Receive
+from holdfast.core.protocol.notices import HoldReached
 from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.sim.sim_store import SimStore
 
 CATALOGUE_TIMEOUT_S = 15.0
+HOLD_S = 5.0
 CONTENTS = 3
 CHANGES = 0.5  # per step, of all ranks together
 NEWCOMERS_THAT_DIFFER = 0.3
@@ -59,11 +62,13 @@ class SimLayouts:
     Attributes:
         told: the machine of ``core.worker.layout_agreement``.
         have: the newest version whose catalogue has come.
+        asked: the generation in which this rank is to ask that all stop.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
         self.told = LayoutAgreement()
         self.have = NO_VERSION
+        self.asked = self._stops_in = NO_GENERATION
         self._own = b"0"
         self._layouts = Layouts((), {})
         self._owner = owner
@@ -98,7 +103,22 @@ class SimLayouts:
 
     def read(self, tally: Tally) -> None:
         """Of the last vote."""
+        self._stops_in = self._owner.machine.generation if tally.hold else NO_GENERATION
         self._tell(self.told.read(tally))
+
+    def stop(
+        self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
+    ) -> bool:
+        """The last vote has said that all stop here: for a fence, or not for long. False: it has not."""
+        here, self._stops_in = self._stops_in, NO_GENERATION
+        owner = self._owner
+        if here == NO_GENERATION or here != owner.machine.generation:
+            return False
+        if self.asked == here:
+            self.asked = NO_GENERATION
+            owner.send(HoldReached(member_id=owner.member_id, generation=here, step=owner.machine.step))
+        later(HOLD_S, "held", go_on)
+        return True
 
     def catalogued(self, message: Catalogued) -> None:
         """Everyone's layouts."""

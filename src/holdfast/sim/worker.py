@@ -36,6 +36,7 @@ from holdfast.core.protocol.messages import (
     WorkerFailed,
     WorkerHello,
 )
+from holdfast.core.protocol.notices import HoldOrder
 from holdfast.core.worker.position import ScriptEvent, ScriptMachine
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
@@ -71,8 +72,7 @@ class Surroundings(LayoutScene, Protocol):
 
 
 class SimWorker:
-    """One process life. ``applied`` counts the updates that its parameters really hold; None while one is
-    half done."""
+    """One process life. ``applied``: the updates that its parameters hold; None while one is half done."""
 
     def __init__(self, world: Surroundings, node_id: NodeId, seat: Assignment, order: StartMembers) -> None:
         self.world = world
@@ -249,7 +249,7 @@ class SimWorker:
         )
 
     def _next_step(self) -> None:
-        if self.machine.state != "ready":
+        if self.machine.state != "ready" or self.holding.stop(self._later, self._next_step):
             return
         if self.machine.step >= self.world.until:
             self._leave_loop("done")
@@ -273,6 +273,7 @@ class SimWorker:
                     digest=self.holding.digest(self.flipped and self._flipped_at == turn),
                     exit=bool(self._exit_source),
                     save=(self.machine.step + 1) % SAVE_EVERY == 0,
+                    hold=self.holding.asked == self.machine.generation,
                     unsound=self.world.collectives.group(self.machine.generation).broken,
                 )
             )
@@ -522,6 +523,8 @@ class SimWorker:
             case Catalogued():
                 self.holding.catalogued(message)
                 self._came(message.version)
+            case HoldOrder():
+                self.holding.asked = message.generation
             case ExitOrder():
                 self._exit_source = "" if message.cancel else message.source
             case _:

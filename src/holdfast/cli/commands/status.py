@@ -17,7 +17,7 @@ from holdfast.cli.screen.escaping import echo_json
 from holdfast.cli.screen.rank_lines import RANKS_SHOWN, rank_parts
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.run_summary import again, facts, fault_text, first_line, near
-from holdfast.cli.screen.run_view import FaultView, RunView, SpareView, Watch
+from holdfast.cli.screen.run_view import FaultView, HostView, RunView, SpareView, Watch
 from holdfast.cli.screen.scrolling import Scroller
 from holdfast.core.job.fault import SEEN
 from holdfast.exit_codes import Exit
@@ -123,12 +123,19 @@ def host_lines(view: RunView) -> list[str]:
         doing = f"{noun_of(len(host.ranks), 'rank')} {ranges(host.ranks)}" if host.ranks else "no rank"
         said.append(f"{host.name}{' (here)' if host.name == view.here else ''}: {host.gone or doing}")
     lines = [f"job  {'; '.join(said)}"]
+    lines += [f"     {leaving_text(host)}" for host in view.hosts if host.leaves and not host.gone]
     if view.cut_off or view.left:
         lines.append(
             f"     known here until {clock(view.heard_at)}; "
             "ask holdfast status on another host what has become of the job"
         )
     return lines
+
+
+def leaving_text(host: HostView) -> str:
+    """A node that will leave: by whose word, and when."""
+    when = "" if host.leaves_at is None else f" by {clock(host.leaves_at)}"
+    return f"{host.name} leaves{when} ({', '.join(host.leaves)})"
 
 
 def _spare_line(spare: SpareView) -> Text:

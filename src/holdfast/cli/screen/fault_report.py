@@ -282,6 +282,10 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
             "look for memory errors that the machine has counted: dmesg, edac-util, nvidia-smi -q -d ECC",
             "are they copies at all? --verify-every 0 stops comparing",
         ]
+    if fault.kind == "leave":
+        return [
+            f"nothing: start the same command on {fault.node or 'that node'} to give the job this node again"
+        ]
     if fault.kind == "signal":
         hints = {
             "6": "it gave up by itself: what it asserted or threw is in its output, if it said so (of gloo: does each "

@@ -104,11 +104,14 @@ STILL_STEPS, STILL_S = 10, 10.0
 
 
 class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how, empty while it is there, as far as this host has heard."""
+    """One host of several. ``gone``: how, empty while it is there, as far as this host has heard. ``leaves``: sources
+    of the notices that it will leave; ``leaves_at``: by when (Unix time), None without a deadline."""
 
     name: str
     ranks: list[int]
     gone: str
+    leaves: list[str]
+    leaves_at: float | None
 
 
 class RunView(msgspec.Struct):
@@ -170,6 +173,7 @@ class RunHistory:
         self.sealed_step = -1
         self.found_step = -1  # of the checkpoint that the run began with
         self.exiting = ""
+        self.notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
         self.agreed_step = -1  # where all ranks leave
         self.cancels: list[bool] = []  # answers to requests to stay
         self.ended: dict[str, Any] | None = None
@@ -271,6 +275,20 @@ class RunHistory:
 
     def _on_node_left(self, event: Event, data: dict[str, Any]) -> None:
         self.hosts[str(data["node"])] = "has left"
+        self.notices.pop(str(data["node"]), None)
+
+    def _on_node_leaves(self, event: Event, data: dict[str, Any]) -> None:
+        left_s = data.get("left_s")
+        due_at = None if left_s is None else event.t_wall + float(left_s)
+        self.notices.setdefault(str(data["node"]), {})[str(data["source"])] = due_at
+
+    def _on_node_stays(self, event: Event, data: dict[str, Any]) -> None:
+        self.notices.get(str(data["node"]), {}).pop(str(data["source"]), None)
+
+    def leaves(self, node: str) -> tuple[list[str], float | None]:
+        """Sources of the notices that stand for this node, and the first deadline (Unix time)."""
+        notices = self.notices.get(node, {})
+        return sorted(notices), min((at for at in notices.values() if at is not None), default=None)
 
     def ranks_on(self, node: str) -> list[int]:
         """Those that were seated there last, as far as this log says."""
@@ -485,7 +503,10 @@ class Watch:
 
     def _hosts(self) -> list[HostView]:
         hosts = sorted(self.story.hosts.items(), key=lambda host: node_order(NodeId(host[0])))
-        return [HostView(name, [] if gone else self.story.ranks_on(name), gone) for name, gone in hosts]
+        return [
+            HostView(name, [] if gone else self.story.ranks_on(name), gone, *self.story.leaves(name))
+            for name, gone in hosts
+        ]
 
     def _spares(self) -> list[SpareView]:
         pages = each_page(self.directory.pages_link, SPARE_PAGE)

@@ -125,6 +125,11 @@ FLAGS: tuple[RunFlag, ...] = (
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
          "it first goes on alone"),
+    _own("--notices", "text", "what says that this node will leave: aws, gcp, azure (=http://HOST:PORT), slurm, "
+         "file=PATH, command=CMD, comma-separated; auto: slurm in a job of Slurm; none", "auto"),
+    _own("--health", "text", "command that is run at the start and every --health-every seconds: another code than 0 "
+         "says that this node is sick, and its ranks move where another node has room", ""),
+    _own("--health-every", "number", "seconds between two runs of --health", 300.0),
     _own("--run-id", "text", "name of the run: letters, digits, _ and -, at most 64 (default: date, time and script)"),
     _own("--root", "text", "where checkpoints go, over the script's own word: a directory, or s3://bucket/prefix "
          "(docs/run-flags.md)", variable="HOLDFAST_CHECKPOINT"),

@@ -26,13 +26,14 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Console and logs", ("tee", "redirects", "local_ranks_filter", "log_line_prefix_template", "run_dir", "log_dir")),
     ("Faults", ("spares", "on_fault", "restart_window", "memory_every", "verify_every", "replace_slower_than")),
     ("Hangs", ("hang_factor", "hang_floor", "hang_start", "monitor_interval")),
-    ("Leaving", ("grace_s", "shutdown_timeout", "signals_to_handle")),
+    ("Leaving", ("grace_s", "shutdown_timeout", "signals_to_handle", "notices", "health", "health_every")),
     ("This command", ("explain", "print_completion")),
 )  # fmt: skip
 _METAVARS: dict[str, tuple[str, ...]] = {
     "N": ("nproc_per_node", "nnodes", "shrink_to", "node_rank", "max_restarts", "spares", "hang_factor", "verify_every",
           "replace_slower_than", "memory_every"),
-    "SECONDS": ("restart_window", "hang_floor", "hang_start", "monitor_interval", "grace_s", "shutdown_timeout"),
+    "SECONDS": ("restart_window", "hang_floor", "hang_start", "monitor_interval", "grace_s", "shutdown_timeout",
+                "health_every"),
     "DIR": ("root", "run_dir", "log_dir", "witness"),
     "FILE": ("rank_table", "token_file"),
     "HOST:PORT": ("rdzv_endpoint",),
@@ -43,6 +44,8 @@ _METAVARS: dict[str, tuple[str, ...]] = {
     "MODULES": ("preload",),
     "RANKS": ("tee", "redirects", "local_ranks_filter"),
     "SIGNALS": ("signals_to_handle",),
+    "SOURCES": ("notices",),
+    "CMD": ("health",),
     "SHELL": ("print_completion",),
 }  # fmt: skip
 _METAVAR_OF = {key: name for name, keys in _METAVARS.items() for key in keys}

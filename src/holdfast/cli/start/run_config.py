@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ from holdfast.core.worker.vote import WORLD_SIZE_MAX
 from holdfast.errors import ScriptError, UnsupportedError, UsageError
 from holdfast.runtime.net.addresses import read_host
 from holdfast.runtime.node.framework_registry import FRAMEWORKS, FrameworkName
+from holdfast.runtime.node.notice_sources import read_sources
 from holdfast.runtime.node.run_settings import RunSettings, TargetKind, new_launch
 from holdfast.store.backends.location import ROOT_VARIABLE, absolute
 from holdfast.text import closest
@@ -350,6 +352,9 @@ class Answers(TypedDict):
     verify_every: int
     replace_slower_than: float
     memory_every: int
+    notices: str
+    health: str
+    health_every_s: float
 
 
 def _answers(values: Mapping[str, Any]) -> Answers:
@@ -364,7 +369,23 @@ def _answers(values: Mapping[str, Any]) -> Answers:
         "verify_every": _at_least(values, "verify_every", 0),
         "replace_slower_than": _at_least(values, "replace_slower_than", 0.0),
         "memory_every": _memory_every(str(values["memory_every"])),
+        "notices": _notices(str(values["notices"])),
+        "health": _health(str(values["health"])),
+        "health_every_s": _at_least(values, "health_every", 1.0),
     }
+
+
+def _notices(spec: str) -> str:
+    read_sources(spec, os.environ)  # refuses what it does not know
+    return spec
+
+
+def _health(command: str) -> str:
+    try:
+        shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--health {command}: {error}", hint="quote it as in a shell") from error
+    return command
 
 
 def _spares(values: Mapping[str, Any]) -> int:

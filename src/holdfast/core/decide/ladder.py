@@ -428,8 +428,10 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
         reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
         return LadderVerdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
-    answers = not situation.again and (situation.causes or not situation.room)
-    if stop is not None and answers:  # a node that comes is no fault, another attempt to save no other one
+    answers = not (situation.again or situation.planned) and (situation.causes or not situation.room)
+    if (
+        stop is not None and answers
+    ):  # a node that comes or leaves is no fault, another attempt to save no other one
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
     refused: list[str] = []

@@ -119,6 +119,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
     lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are gone
     causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
+    planned: bool = False  # no fault: ranks move
     again: bool = False  # all of them were answered already: that save has failed
 
 

@@ -1,80 +1,272 @@
-"""Nodes whose launcher was asked to leave, or is lost, while other nodes of the job stay.
+"""Nodes that will leave while other nodes of the job stay: notices, and launchers that were asked or are lost.
 
-Theory. A scheduler that ends a job of several nodes signals all launchers at nearly the same time; one that takes a
-single node away (a drain, a spot instance) signals one. Only what the others do tells the two apart. So a first request
-of a node waits ``depart_s`` for those of the others. As soon as the nodes that have not asked cannot hold the job, or
-are no majority, or have no copy of a part of the state, the whole job leaves gracefully: it saves first. Where the
-others can still hold it at the end of that time, the node is given up as one that is lost, without the wait for its
-silence: its ranks move to a spare node, or the job shrinks.
+Theory. What is to be done about a node is asked of ``core/job/leaving.py`` when that may have changed. A move has three
+parts. The processes that will take the ranks are built on their new nodes while the old ones train. Then all ranks
+agree by a vote to stop at the end of a step. There the old processes are killed and the usual recovery puts the new
+ones into their seats: every rank stands at one committed step, so nothing is done again. When the job goes on the node
+is given up, without the wait for its silence.
+
+A scheduler that ends a job of several nodes signals all launchers at nearly the same time; one that takes a single node
+away signals one. Only what the others do tells the two apart, so a first request of a launcher waits ``depart_s`` for
+those of the others, and training goes on meanwhile.
 
 Invariants:
-1. A request of a node ends in its departure, or in the graceful exit of the whole job, unless it is taken back.
+1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is taken back.
 2. A node departs only while the others hold the job and its state, and are a majority.
+3. One node after the other: each loses its vote before the next.
+4. A notice that only waits changes nothing: ranks are placed as without it.
 """
 
 from __future__ import annotations
 
-from holdfast.core.ids import NodeId
+import math
+
+import msgspec
+
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
+from holdfast.core.job.leaving import Choice, Plight, choose
+from holdfast.core.job.membership import node_order
 from holdfast.core.job.node_tracker import NodeTracker
+from holdfast.core.job.recovery import Recovery
 from holdfast.core.job.shutdown import Shutdown
-from holdfast.core.protocol.messages import EndRun, ExitRun
+from holdfast.core.protocol.messages import Assignment, EndRun, ExitRun
+from holdfast.core.protocol.notices import (
+    HoldOrder,
+    HoldReached,
+    Notice,
+    NoticeOver,
+    PrepareSeats,
+    SeatsPrepared,
+)
 from holdfast.exit_codes import Exit
 
 TIMER = "depart"
-AGAIN_S = 0.5
+LOOK_S = 0.25  # while something is under way, or a deadline is near
+REST_S = 5.0  # else
+NEAR_S = 120.0
+LAST_S = 1.0  # before a deadline, when nothing else can be waited for
+MOVE_S, STEPS_TO_MOVE = 5.0, 3.0
+SAVE_S, SAVES_TO_SAVE = 15.0, 2.0
+WHOLE_JOB = NodeId("")
+
+
+class StandingNotice(msgspec.Struct, kw_only=True):
+    """One notice."""
+
+    source: str
+    due_s: float  # on the controller's clock; infinite: no deadline
+    at_once: bool  # of a launcher
+
+
+class Move(msgspec.Struct, kw_only=True):
+    """The node that leaves now, and how far that is."""
+
+    node_id: NodeId
+    since_s: float
+    orders: tuple[PrepareSeats, ...] = ()
+    ready: dict[NodeId, tuple[int, ...]] = {}  # ranks that have a process built, by its node
+    failed: str = ""
+    asked_in: Generation = NO_GENERATION  # all were asked to stop at the end of a step
+    hold_until_s: float = 0.0  # and are waited for
+    holds: bool = False
+
+    @property
+    def is_prepared(self) -> bool:
+        """Every rank has a process that was built for it."""
+        return all(
+            {seat.rank for seat in order.members} <= set(self.ready.get(order.node_id, ()))
+            for order in self.orders
+        )
 
 
 class Departures:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """Sub-machine of the controller. ``job`` is shared with it; ``now`` is on its clock."""
 
-    def __init__(self, job: Job, fleet: NodeTracker, ending: Shutdown) -> None:
+    def __init__(self, job: Job, fleet: NodeTracker, recovery: Recovery, ending: Shutdown) -> None:
         self.job = job
         self.fleet = fleet
+        self.recovery = recovery
         self.ending = ending
-        self._asked: dict[NodeId, ExitRun] = {}
+        self._standing: dict[tuple[NodeId, str], StandingNotice] = {}
+        self._window_s = 0.0  # no launcher's node departs before this
+        self._move: Move | None = None
         self._departed: NodeId | None = None  # the electorate may not have followed yet
+        self._save_s = 0.0  # the longest save so far
 
-    def asked(self, request: ExitRun) -> None:
-        """The whole job, or one node of it, is to leave."""
+    # ---------------------------------------------------------------- events
+
+    def asked(self, now: float, request: ExitRun) -> None:
+        """The whole job, or one node of it by its launcher, is to leave."""
         job, node_id = self.job, NodeId(request.node_id)
         if not node_id or job.exit_source or self.ending.stopping is not None or not job.roster.members:
-            self._leave_all(request)
+            self._leave_all(request.source, request.grace_s)
             return
-        if node_id in self._asked:
+        launchers = {node for (node, _), standing in self._standing.items() if standing.at_once}
+        if node_id in launchers:
             return
-        if not self._asked:
-            job.timer(TIMER, min(job.config.depart_s, request.grace_s / 4))
-        self._asked[node_id] = request
-        job.leaving.add(node_id)
-        job.record("node_leaves", node=str(node_id), source=request.source)
-        if not self.fleet.adopting and not self._others_suffice():
-            self._leave_all(request)
+        if not launchers:
+            self._window_s = now + min(job.config.depart_s, request.grace_s / 4)
+        standing = StandingNotice(source=request.source, due_s=now + request.grace_s, at_once=True)
+        self._note(now, node_id, standing)
+
+    def noticed(self, now: float, notice: Notice) -> None:
+        """A node, or the whole job, will end, or one of its sources says that it will not."""
+        key = (notice.node_id, notice.source)
+        if notice.withdrawn:
+            if self._standing.pop(key, None) is not None:
+                self.job.record("node_stays", node=str(notice.node_id), source=notice.source)
+            self._tell_over(notice.node_id, notice.source)
+            self.look(now)
+            return
+        due_s = now + notice.left_s if notice.left_s >= 0 else math.inf
+        known = self._standing.get(key)
+        if known is not None:
+            known.due_s = due_s if known.due_s == math.inf else min(known.due_s, due_s)
+            self.look(now)
+        else:
+            self._note(now, notice.node_id, StandingNotice(source=notice.source, due_s=due_s, at_once=False))
+
+    def _note(self, now: float, node_id: NodeId, standing: StandingNotice) -> None:
+        self._standing[node_id, standing.source] = standing
+        left_s = None if standing.due_s == math.inf else round(standing.due_s - now, 3)
+        self.job.record("node_leaves", node=str(node_id), source=standing.source, left_s=left_s)
+        self.look(now)
 
     def cancel(self) -> None:
-        """All stay."""
-        self._asked.clear()
-        self.job.leaving.clear()
-        self.job.cancel(TIMER)
+        """The launchers take their requests back."""
+        for (node_id, source), standing in list(self._standing.items()):
+            if standing.at_once:
+                del self._standing[node_id, source]
+        self._abandon()
+
+    def joined(self, now: float, node_id: NodeId) -> None:
+        """A node has come, or come back: a spare for ranks that move."""
+        if node_id == self._departed:
+            self._departed = None
+        self.look(now)
+
+    def seats_prepared(self, now: float, event: SeatsPrepared) -> None:
+        """An agent has built processes for a move, or could not."""
+        move = self._move
+        if move is None or event.node_id not in {order.node_id for order in move.orders}:
+            return
+        was = move.is_prepared
+        move.ready = {**move.ready, event.node_id: event.ranks}
+        move.failed = event.failed
+        if event.failed or (move.is_prepared and not was):
+            self.job.record(
+                "move_prepared",
+                node=str(move.node_id),
+                ranks=sorted(rank for ranks in move.ready.values() for rank in ranks),
+                failed=event.failed,
+                took_s=round(now - move.since_s, 3),
+            )
+        self.look(now)
+
+    def holding(self, now: float, event: HoldReached) -> None:
+        """All ranks stop at one step."""
+        if self._move is not None and self._move.asked_in == event.generation:
+            self._move.holds = True
+            self.job.record("holding", node=str(self._move.node_id), step=event.step)
+            self.look(now)
+
+    def saved(self, duration_s: float) -> None:
+        """A share of a checkpoint took so long."""
+        self._save_s = max(self._save_s, duration_s)
 
     def tick(self, now: float, name: str) -> bool:
         """Its timer; False when ``name`` is another one."""
-        if name != TIMER:
-            return False
-        if not self._asked or self.job.exit_source or self.ending.stopping is not None:
-            self.cancel()
-        elif self.fleet.adopting or self._departed in self.fleet.voters:
-            self.job.timer(TIMER, AGAIN_S)  # one after the other: each loses its vote before the next
-        elif self._others_suffice():
-            self._depart(now, min(self._asked))
-        else:
-            self._leave_all(self._asked[min(self._asked)])
-        return True
+        if name == TIMER:
+            self.look(now)
+        return name == TIMER
 
-    def _others_suffice(self) -> bool:
+    # ---------------------------------------------------------------- what to do
+
+    def look(self, now: float) -> None:
+        """Ask for each node with a notice what is to be done, and do it for the first one that does not wait."""
+        job = self.job
+        if not self._standing and self._move is None:
+            return
+        if not self._standing or job.exit_source or self.ending.stopping is not None or job.released:
+            self._abandon()
+            return
+        if self.fleet.adopting or self._departed in self.fleet.voters or not job.roster.members:
+            job.timer(TIMER, LOOK_S)
+            return
+        here = {WHOLE_JOB, *job.slots}
+        self._standing = {key: standing for key, standing in self._standing.items() if key[0] in here}
+        gone: set[NodeId] = {n for (n, _), standing in self._standing.items() if standing.at_once}
+        for node_id in self._in_order():
+            gone.add(node_id)
+            plight = self._plight(now, node_id, gone)
+            choice = choose(plight)
+            if choice != "wait":
+                self._act(now, node_id, choice, plight, gone)
+                break
+        else:
+            self._abandon()
+        if self._standing:
+            due_s = min(standing.due_s for standing in self._standing.values())
+            job.timer(TIMER, LOOK_S if self._move is not None or due_s - now < NEAR_S else REST_S)
+
+    def _in_order(self) -> list[NodeId]:
+        """The node that moves already, then those without ranks, then by deadline. The whole job comes last."""
+        due: dict[NodeId, float] = {}
+        for (node_id, _), standing in self._standing.items():
+            due[node_id] = min(due.get(node_id, math.inf), standing.due_s)
+        moving = None if self._move is None else self._move.node_id
+        nodes = self.job.roster.nodes
+
+        def order(node_id: NodeId) -> tuple[bool, bool, bool, float, tuple[int, str]]:
+            place = node_order(node_id)
+            return node_id == WHOLE_JOB, node_id != moving, node_id in nodes, due[node_id], place
+
+        return sorted(due, key=order)
+
+    def _plight(self, now: float, node_id: NodeId, gone: set[NodeId]) -> Plight:
+        job = self.job
+        own = [s for (node, _), s in self._standing.items() if node == node_id]
+        due_s = min(standing.due_s for standing in own)
+        step_s = max(job.step_s.values(), default=0.0)
+        before, job.leaving = job.leaving, gone
+        fits, room = job.fits, job.room()
+        stands = node_id != WHOLE_JOB and self._others_stand()
+        job.leaving = before
+        return Plight(
+            left_s=None if due_s == math.inf else due_s - now,
+            move_s=max(MOVE_S, STEPS_TO_MOVE * step_s),
+            save_s=max(SAVE_S, SAVES_TO_SAVE * self._save_s + STEPS_TO_MOVE * step_s),
+            at_once=any(standing.at_once for standing in own),
+            stands=stands,
+            fits=fits and room >= job.world_size,
+            fits_fewer=fits and room < job.world_size,
+            holds_ranks=bool(job.roster.on_node(node_id)) or node_id == WHOLE_JOB,
+            prepared=self._is_prepared(now, node_id),
+        )
+
+    def _is_prepared(self, now: float, node_id: NodeId) -> bool:
+        if not self._is_smooth:
+            return True  # all start again, or from scratch: nothing can be built for that
+        move = self._move
+        if move is None or move.node_id != node_id:
+            return False
+        return bool(move.failed) or move.is_prepared or now - move.since_s > self.job.join_s
+
+    @property
+    def _is_smooth(self) -> bool:
+        """Ranks can be replaced beside the others."""
+        job = self.job
+        return job.session and not self.recovery.replacement.barred(job.roster.living)
+
+    def _others_stand(self) -> bool:
+        """The nodes that stay are a majority, and the state is there without those that leave."""
         job, voters = self.job, self.fleet.voters
+        if job.config.library:
+            return False
         staying = sum(job.liveness.is_up(voter) and voter not in job.leaving for voter in voters)
-        return job.fits and (not voters or staying * 2 > len(voters)) and self._state_stays()
+        return (not voters or staying * 2 > len(voters)) and self._state_stays()
 
     def _state_stays(self) -> bool:
         """The ranks that stay hold the whole state, or other nodes have the states of those that leave in memory."""
@@ -86,18 +278,107 @@ class Departures:
         staying = tuple(m.rank for m in job.roster.members if m.alive and m.rank not in leaving)
         return leaving <= elsewhere or not job.uncovered(job.roster.all_layouts(), staying)
 
-    def _depart(self, now: float, node_id: NodeId) -> None:
-        job, request = self.job, self._asked.pop(node_id)
-        reason = f"it was asked to leave ({request.source}), the job goes on without it"
+    # ---------------------------------------------------------------- and doing it
+
+    def _act(self, now: float, node_id: NodeId, choice: Choice, plight: Plight, gone: set[NodeId]) -> None:
+        job, phase = self.job, self.recovery.phase
+        source = next(s.source for (node, _), s in sorted(self._standing.items()) if node == node_id)
+        if choice == "save":
+            self._leave_all(source, max(0.0, plight.left_s or 0.0))
+            return
+        job.leaving = set(gone)
+        if self._move is None or self._move.node_id != node_id:
+            self._abandon()
+            job.leaving = set(gone)
+            self._move = Move(node_id=node_id, since_s=now)
+        last = plight.left_s is not None and plight.left_s <= LAST_S
+        if choice in ("prepare", "move") and self._is_smooth and phase == "idle":
+            self._prepare(self._move)
+        if choice == "prepare" or (plight.at_once and now < self._window_s):
+            return
+        if choice == "leave":
+            hard = phase in ("idle", "waiting", "starting") or last
+        else:
+            hard = not job.session or last or (phase == "idle" and not self._is_smooth)
+        if hard:
+            self._depart(now, node_id, source)
+        elif choice != "leave" and phase == "idle" and self._held(now, self._move, plight):
+            self._swap(now, node_id, source)
+
+    def _prepare(self, move: Move) -> None:
+        """Have the processes built that will take the ranks of the node; once, and again for another place."""
+        job = self.job
+        members = job.roster.on_node(move.node_id)
+        places = job.places(members)
+        seats: dict[NodeId, list[Assignment]] = {}
+        for member in members:
+            node_id, local_rank = places.get(member.rank, (move.node_id, 0))
+            if node_id != move.node_id:
+                seats.setdefault(node_id, []).append(Assignment(MemberId(0), member.rank, local_rank))
+        orders = tuple(
+            PrepareSeats(
+                node_id=node_id,
+                generation=job.generation,
+                world_size=job.world_size,
+                members=tuple(seats[node_id]),
+            )
+            for node_id in sorted(seats, key=node_order)
+        )
+        if orders != move.orders:
+            move.orders, move.ready = orders, {}
+            for order in orders:
+                job.send_node(order.node_id, order)
+
+    def _held(self, now: float, move: Move, plight: Plight) -> bool:
+        """All stop at the end of a step, or the time for that is over."""
+        job = self.job
+        if move.asked_in != job.generation:
+            move.asked_in, move.holds = job.generation, False
+            bound_s = max(job.config.hold_s, plight.move_s)
+            move.hold_until_s = now + min(bound_s, max(0.0, (plight.left_s or bound_s) - LAST_S))
+            asked = job.roster.living[0]
+            job.send(asked, HoldOrder(member_id=asked.member_id, generation=job.generation))
+        return move.holds or now >= move.hold_until_s
+
+    def _swap(self, now: float, node_id: NodeId, source: str) -> None:
+        """The ranks of the node end here; the recovery puts others into their seats."""
+        job = self.job
+        what = f"moves, {node_id} leaves the job ({source})"
+        faults = []
+        for member in job.roster.on_node(node_id):
+            member.is_excused = True
+            faults.append(Fault.of(member, "leave", what, now))
+            job.kill(member, what)
+        self.recovery.fault(now, *faults)
+
+    def _depart(self, now: float, node_id: NodeId, source: str) -> None:
+        job = self.job
+        reason = f"it was asked to leave ({source}), the job goes on without it"
         job.record("node_left", node=str(node_id), reason=reason)
         job.liveness.leave(node_id)
         self.fleet.node_lost(now, node_id, reason)
-        job.leaving.discard(node_id)
+        self._standing = {key: s for key, s in self._standing.items() if key[0] != node_id}
         self._departed = node_id
+        self._abandon()
+        self._tell_over(node_id)
         job.send_node(node_id, EndRun(code=int(Exit.REQUEUE), reason=reason, node_only=True))
-        if self._asked:
-            job.timer(TIMER, AGAIN_S)
 
-    def _leave_all(self, request: ExitRun) -> None:
-        self.cancel()
-        self.ending.request(request.source, request.grace_s)
+    def _abandon(self) -> None:
+        """Nobody moves any more, or not yet."""
+        job, move = self.job, self._move
+        job.leaving, self._move = set(), None
+        if not self._standing:
+            job.cancel(TIMER)
+        if move is None:
+            return
+        for order in move.orders:
+            job.send_node(order.node_id, msgspec.structs.replace(order, members=()))
+
+    def _tell_over(self, node_id: NodeId, source: str = "") -> None:
+        for node in sorted(self.job.slots, key=node_order):
+            self.job.send_node(node, NoticeOver(node_id=node_id, source=source))
+
+    def _leave_all(self, source: str, grace_s: float) -> None:
+        self._standing = {}
+        self._abandon()
+        self.ending.request(source, grace_s)

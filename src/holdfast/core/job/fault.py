@@ -35,6 +35,7 @@ FaultKind = Literal[
     "startup",
     "controller",
     "corruption",
+    "leave",
 ]
 START_S = 60.0
 """Deaths of a process younger than this happen in its start."""

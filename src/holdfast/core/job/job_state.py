@@ -318,9 +318,9 @@ class Job:
 
     def _is_usable(self, member: Member) -> bool:
         node = member.node_id
-        return self.liveness.is_up(node) and member.local_rank in self.devices.usable(
-            node, self.slots.get(node, 0)
-        )
+        if node in self.leaving or not self.liveness.is_up(node):
+            return False
+        return member.local_rank in self.devices.usable(node, self.slots.get(node, 0))
 
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
         """An error that a device may have caused was seen on the slot of this member.

@@ -384,7 +384,7 @@ class Recovery:
             verdict = judge(now, situation, job.answered, job.config)
         else:
             verdict = msgspec.structs.replace(job.ends, save=job.ends.save and not situation.uncovered)
-        counts = verdict.counts and not situation.again
+        counts = verdict.counts and not (situation.again or situation.planned)
         self.faults.passes("planned", now)
         job.record(
             "planned",

@@ -48,7 +48,7 @@ class Replacement:
         """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
         job = self.job
         living = job.roster.living
-        if reason := self._barred(living):
+        if reason := self.barred(living):
             return reason
         if not living or not decided.sound or any(m.finished for m in job.roster.members):
             return "not every living rank stands at the step, inside its loop"
@@ -64,7 +64,7 @@ class Replacement:
     def _broken(self, member: Member) -> str:
         return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
 
-    def _barred(self, living: Sequence[Member]) -> str:
+    def barred(self, living: Sequence[Member]) -> str:
         """Why nobody can be replaced, whoever is lost."""
         config = self.job.config
         if config.library:
@@ -89,7 +89,7 @@ class Replacement:
         Returns: False when there are none, or when they would not help: nobody is sound, or nobody can be replaced.
         """
         living = self.job.roster.living
-        if not torn or len(torn) == len(living) or self._barred(living):
+        if not torn or len(torn) == len(living) or self.barred(living):
             return False
         for member in torn:
             member.is_excused = True

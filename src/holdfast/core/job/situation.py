@@ -88,6 +88,7 @@ class Survey:
             else "",
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
             causes=tuple(sorted({self._cause_of(f) for f in faults})),
+            planned=bool(faults) and all(fault.kind == "leave" for fault in faults),
             again=self.gasp.failures > 0 and all("planned" in f.passed for f in faults),
             room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
             if room > job.world_size
@@ -166,6 +167,7 @@ CAUSE_OF: dict[FaultKind, str] = {
     "silent": "hang",
     "collective": "network",
     "corruption": "corruption",
+    "leave": "node",
 }
 """What ``--on-fault cause:rung`` calls each kind; the rest is ``other``."""
 

@@ -38,6 +38,7 @@ from holdfast.core.protocol.messages import (
     StartMembers,
     WorkerFailed,
 )
+from holdfast.core.protocol.notices import PrepareSeats, SeatsPrepared
 from holdfast.text import plural
 
 ANY_RANK = -1
@@ -106,6 +107,8 @@ class Spare(msgspec.Struct, kw_only=True):
     world_size: int
     state: SpareState = "building"
     why: str = ""  # the exception that ended its script
+    local_rank: int = ANY_RANK
+    reserved: bool = False  # for a rank that will move here
 
 
 class Spares:
@@ -133,26 +136,64 @@ class Spares:
         if self._given_up or len(ranks) != self.config.slots:
             return
         wanted = min(self.config.spares, self.config.slots) if self._fixed else self.config.spares
-        taken = {spare.rank for spare in self.living.values()}
+        own = [spare for spare in self.living.values() if not spare.reserved]
+        taken = {spare.rank for spare in own}
         free = [(rank, place) for place, rank in enumerate(sorted(ranks)) if rank not in taken]
-        for _ in range(wanted - len(self.living)):
+        for _ in range(wanted - len(own)):
             rank, local_rank = free.pop(0) if self._fixed else (ANY_RANK, len(ranks) - 1)
-            self._made += 1
-            member_id = MemberId(-(self.config.pid * NUMBERS_PER_AGENT + self._made))
-            self.living[member_id] = Spare(member_id=member_id, rank=rank, world_size=self.world_size)
-            order = BuildSpare(
-                member_id=member_id,
-                generation=generation,
-                world_size=self.world_size,
-                rank=rank,
-                local_rank=local_rank,
-            )
-            self._out.append(Send(to="shell", message=order))
-            self._record("spare_building", member_id=int(member_id), rank=rank)
+            self._build(generation, rank, local_rank)
+
+    def _build(self, generation: Generation, rank: int, local_rank: int, *, reserved: bool = False) -> None:
+        self._made += 1
+        member_id = MemberId(-(self.config.pid * NUMBERS_PER_AGENT + self._made))
+        self.living[member_id] = Spare(
+            member_id=member_id,
+            rank=rank,
+            world_size=self.world_size,
+            local_rank=local_rank,
+            reserved=reserved,
+        )
+        order = BuildSpare(
+            member_id=member_id,
+            generation=generation,
+            world_size=self.world_size,
+            rank=rank,
+            local_rank=local_rank,
+        )
+        self._out.append(Send(to="shell", message=order))
+        self._record("spare_building", member_id=int(member_id), rank=rank)
+
+    def prepare(self, order: PrepareSeats) -> None:
+        """Build one for each rank that will move here, and tell when they wait; those of an earlier order end."""
+        if order.members:
+            self.fit(order.world_size)
+        wanted = {(seat.rank, seat.local_rank) for seat in order.members}
+        for spare in [s for s in self.living.values() if s.reserved]:
+            if (spare.rank, spare.local_rank) in wanted:
+                wanted.discard((spare.rank, spare.local_rank))
+            else:
+                del self.living[spare.member_id]
+                self._kill(spare, f"rank {spare.rank} does not move here")
+        for rank, local_rank in sorted(wanted):
+            self._build(order.generation, rank, local_rank, reserved=True)
+        if order.members and not wanted:
+            self._tell_prepared()
+
+    def _tell_prepared(self, failed: str = "") -> None:
+        waits = (s.rank for s in self.living.values() if s.reserved and s.state != "building")
+        node_id = NodeId(self.config.node_id)
+        said = SeatsPrepared(node_id=node_id, ranks=tuple(sorted(waits)), failed=failed)
+        self._out.append(Send(to="controller", message=said))
 
     def take(self, seat: Assignment) -> MemberId | None:
         """The spare that becomes the member of ``seat``, the one that is built furthest; None: there is none."""
-        fit = [s for s in self.living.values() if s.state != "building" and s.rank in (ANY_RANK, seat.rank)]
+        fit = [
+            spare
+            for spare in self.living.values()
+            if spare.state != "building"
+            and spare.rank in (ANY_RANK, seat.rank)
+            and not (spare.reserved and spare.local_rank != seat.local_rank)
+        ]
         if not fit:
             return None
         best = max(fit, key=lambda s: (s.state == "ready", s.member_id))
@@ -175,6 +216,8 @@ class Spares:
             spare.state = "ready" if event.ready else "held"
             self._failures = 0
             self._record("spare_waits", member_id=int(spare.member_id), state=spare.state)
+            if spare.reserved:
+                self._tell_prepared()
         elif isinstance(event, WorkerFailed):
             spare.why = f"{event.kind}: {event.what}"
         elif isinstance(event, Late):
@@ -188,9 +231,12 @@ class Spares:
 
     def _exited(self, spare: Spare, event: MemberExited) -> None:
         del self.living[spare.member_id]
-        self._failures += spare.state == "building"
         how = f"signal {event.signal}" if event.signal else f"code {event.code}"
         self._record("spare_gone", member_id=int(spare.member_id), state=spare.state, how=how, why=spare.why)
+        if spare.reserved:
+            self._tell_prepared(spare.why or how)
+            return
+        self._failures += spare.state == "building"
         if self._failures >= self.config.spare_failures_max:
             self._given_up = True
             self._record("spares_given_up", failures=self._failures, why=spare.why or how)

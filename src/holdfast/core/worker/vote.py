@@ -28,7 +28,7 @@ STEP_MODULUS = 1 << 20
 WORLD_SIZE_MAX = 1 << 22
 DIGEST_MODULUS = 1 << 64
 FIELDS = (
-    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved"),
+    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved", "hold"),
     *("step", "step_squared", "plan", "plan_squared", "digest"),
 )
 VECTOR_LENGTH = len(FIELDS)
@@ -46,6 +46,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: bool = False  # its gradients hold inf or nan
     keep: bool = False  # it can afford to keep its state in memory after this step
     moved: bool = False  # what it told under a vote's name is not its layout, or not all were told
+    hold: bool = False  # asks that all stop after this step, for a change of seats
     plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
     digest: int = 0  # of its copies times its factors, any integer
     between: bool = False  # no vote of a step, but one between the last and ``step``
@@ -55,7 +56,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
         residue = (2 * self.step + self.between) % STEP_MODULUS
         flags = (
             *(self.unsound, self.exit, self.save, self.due, self.busy),
-            *(self.nonfinite, self.keep, self.moved),
+            *(self.nonfinite, self.keep, self.moved, self.hold),
         )
         digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
         return [
@@ -89,6 +90,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: bool = False
     keep: bool = False  # all ranks do
     moved: bool = False  # all tell their layouts under the name of this vote (``layout_agreement.py``)
+    hold: bool = False  # all stop after this step
     compared: bool = False  # all ranks have compared their copies, and all are equal
     differ: bool = False  # copies of the state differ
     reason: str = ""
@@ -102,8 +104,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(vector) != VECTOR_LENGTH:
             raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
-        count, unsound, leave, save, due, busy, nonfinite, keep, moved = vector[:9]
-        total, squares, plan, plans_squared, digest = vector[9:]
+        count, unsound, leave, save, due, busy, nonfinite, keep, moved, hold = vector[:10]
+        total, squares, plan, plans_squared, digest = vector[10:]
         if count != world_size:
             return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
         if unsound != 0:
@@ -124,5 +126,6 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
             nonfinite=nonfinite > 0,
             keep=keep == world_size,
             moved=moved > 0,
+            hold=hold > 0,
             compared=compared,
         )

@@ -44,6 +44,7 @@ from holdfast.core.protocol.messages import (
     StopRun,
     WorkerHello,
 )
+from holdfast.core.protocol.notices import DrainNode
 from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
 from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
@@ -54,6 +55,7 @@ from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_
 from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
 from holdfast.runtime.agent.leader_election import LeaderElection, load_kept
+from holdfast.runtime.agent.notice_watch import NoticeWatch
 from holdfast.runtime.agent.peer_replication import PeerReplication
 from holdfast.runtime.agent.progress_watcher import Watcher
 from holdfast.runtime.agent.shared_root import leave_probe, share_checkpoints
@@ -195,18 +197,19 @@ class AgentDaemon:
         self._watch_launcher()  # after what is there: whoever is asked to leave and has nothing leaves at once
         self._begin_memory()
         self._council.begin()
-        watching = watched(self._watcher.watch(), self._driver.fail)
+        notices = NoticeWatch.of(self._settings, self._run.path, self._driver.post, self._journal)
+        watching = [watched(work.watch(), self._driver.fail) for work in (self._watcher, notices)]
         ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for failure in (self._driver.failure, self._council.failure):
             if failure.done():
                 error = failure.exception()
-                self._journal.append(
-                    "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
-                )
+                what = {"error": f"{type(error).__name__}: {error}"[:2000]}
+                self._journal.append("agent_broken", what, durable=True)
                 self._journal.flush()
                 failure.result()
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         if self._buddies is not None:
             self._buddies.close()
         await self._end(server)
@@ -297,7 +300,7 @@ class AgentDaemon:
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role == "worker":
             self._heard_worker(channel, message)
-        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun):
+        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun | DrainNode):
             self._askers.append(channel)
             self._driver.post(message)
         else:
@@ -474,8 +477,7 @@ class AgentDaemon:
 
     async def _start_when_written(self, order: StartMembers) -> None:
         """Nothing newer than what the dead workers' writers hold may exist: the new ones must find it sealed."""
-        since = time.monotonic()
-        pids = writers(self._run)
+        since, pids = time.monotonic(), writers(self._run)
         left = await wait_written(self._run, WRITERS_WAIT_S)
         waited_s = round(time.monotonic() - since, 3)
         self._journal.append("writers_awaited", {"pids": pids, "left": left, "waited_s": waited_s})

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from holdfast.core.protocol.messages import Ack, ExitRun, StopRun
+from holdfast.core.protocol.notices import DrainNode
 from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
@@ -40,7 +41,7 @@ class AgentLink:
     def __init__(self, run_dir: Path) -> None:
         self._run = RunDir(run_dir)
 
-    def request(self, message: ExitRun | StopRun, *, timeout_s: float = 5.0) -> Ack:
+    def request(self, message: ExitRun | StopRun | DrainNode, *, timeout_s: float = 5.0) -> Ack:
         """Send a request and wait for its answer.
 
         Raises:

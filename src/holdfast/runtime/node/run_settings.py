@@ -75,6 +75,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     first_contacts: int = 1  # so many of them are addresses of the first one
     join_s: float = JOIN_S  # the nodes meet within this
     bind: str = "127.0.0.1"  # where this node listens for others
+    notices: str = "auto"  # sources that say that this node will leave, see ``notice_sources``
+    health: str = ""  # command that says whether this node is fit to train
+    health_every_s: float = 300.0
     witness: str = ""  # place on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt

@@ -25,6 +25,7 @@ from holdfast.session.checkpoints.checkpointer import Checkpointer
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.pause import Pause
 from holdfast.store.format.json_values import encode_values
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
@@ -34,7 +35,7 @@ class AfterBlock:
     """What is done when the script is back from behind a block.
 
     Args:
-        rank, adapter, pace, tier, saver: of the session.
+        rank, adapter, pace, tier, saver, pause: of the session.
 
     Attributes:
         exit_agreed: all ranks leave.
@@ -48,6 +49,7 @@ class AfterBlock:
         pace: SaveSchedule,
         tier: MemoryTier,
         saver: Checkpointer,
+        pause: Pause,
     ) -> None:
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
@@ -55,6 +57,7 @@ class AfterBlock:
         self._pace = pace
         self._tier = tier
         self._saver = saver
+        self._pause = pause
         self._tally: Tally | None = None  # of the step that has just been committed
         self._left_with = ""  # digest of what was saved for the exit
 
@@ -88,6 +91,8 @@ class AfterBlock:
             self._amend_exit()
         elif kind := self._pace.agreed(tally, rank.step):
             self._saver.save(kind, wait=False)
+        if tally.hold and not self.exit_agreed:
+            self._pause.wait()
 
     # ------------------------------------------------------------------ a graceful exit
 

@@ -1,0 +1,232 @@
+"""What a planned move costs, beside a usual step and beside kill -9; and many notices in a row on one job (root).
+
+    PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps 4000]
+
+Three hosts as network namespaces, ``--nnodes 2:3``; ranks are on two of them. One job throughout. In turns: a host is
+drained (its ranks move to the host that waits, its launcher is started again and waits from then on), every third
+notice is withdrawn at once, and a worker is killed (a spare process waits on its host). The stall is the time between
+the two steps of the rank that stays around the change, less a usual step of the twenty before. At the end the weights
+are compared with those of an undisturbed run, and no step may have been done again.
+
+Prints markdown: n, median, p90 and the share within the goal, which is one usual step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from holdfast.errors import InternalError
+from tests.cli.command import HOLDFAST
+from tests.nodes.cables import Network
+from tests.nodes.jobs import Hosts
+from tests.runtime.runs import until
+
+TRAIN = """
+import hashlib, os, sys, time
+import torch
+import torch.distributed as dist
+import holdfast
+from torch.nn.parallel import DistributedDataParallel
+
+steps, pause_s, width, result = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+net = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+data = torch.utils.data.TensorDataset(torch.arange(4096.0).reshape(-1, 16).sin())
+with holdfast.session(model=model, optimizer=optimizer, seed=7) as s:
+    rank = dist.get_rank()
+    loader = torch.utils.data.DataLoader(data, 8, sampler=torch.utils.data.DistributedSampler(data, seed=7))
+    for step in s.steps(loader, until=steps):
+        with step as batch:
+            if not os.path.exists(result + ".hurry"):
+                time.sleep(pause_s)
+            ((model(batch[0]) - 1) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.committed:
+            with open(f"{result}-times-{rank}", "a") as times:
+                times.write(f"{s.step} {time.monotonic()}\\n")
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+open(f"{result}-{rank}", "w").write(digest)
+dist.destroy_process_group()
+"""
+AFTER_STEPS = 3  # that have to follow before a disturbance counts as over
+BOUND_S = 300.0
+
+
+class Bench:
+    """One job under way."""
+
+    def __init__(self, hosts: Hosts, result: Path) -> None:
+        self.hosts = hosts
+        self.result = result
+        self.homes = {0: 0, 1: 1}  # host by rank
+        self.waits = 2  # the host without ranks
+
+    def times(self, rank: int) -> list[tuple[int, float]]:
+        """Step and CLOCK_MONOTONIC of each commit of a rank."""
+        path = Path(f"{self.result}-times-{rank}")
+        lines = path.read_text().splitlines()[:-1] if path.exists() else []
+        return [(int(step), float(at_s)) for step, at_s in map(str.split, lines)]
+
+    def steps(self, rank: int) -> int:
+        """Done so far."""
+        return len(self.times(rank))
+
+    def more(self, rank: int, count: int = AFTER_STEPS) -> None:
+        """Until so many more steps are done."""
+        goal = self.steps(rank) + count
+        until(f"{goal} steps of rank {rank}", lambda: self.steps(rank) >= goal, BOUND_S)
+
+    def stall(self, rank: int, at_s: float) -> tuple[float, float]:
+        """Seconds: the gap between two steps of a rank in which ``at_s`` lies, less a usual step; and that step."""
+        moments = [moment_s for _, moment_s in self.times(rank)]
+        place = bisect_right(moments, at_s)
+        usual_s = statistics.median(end - begin for begin, end in pairwise(moments[place - 21 : place]))
+        return moments[place] - moments[place - 1] - usual_s, usual_s
+
+    def voters(self, watcher: int) -> list[str]:
+        """Nodes with a vote, as a host has heard last."""
+        told = self.hosts.events(watcher, "electorate")
+        return list(told[-1].data["voters"]) if told else []
+
+    def command(self, *words: str) -> None:
+        """``holdfast`` about the run, on a host that stays."""
+        index = self.homes[0]
+        place = [*self.hosts.net.on(index), HOLDFAST, *words, str(self.hosts.run(index).path)]
+        subprocess.run(place, check=True, env=self.hosts.env, stdout=subprocess.DEVNULL)
+
+    def withdraw(self, rank: int) -> tuple[float, float]:
+        """A false notice."""
+        since_s, node = time.monotonic(), f"node{self.homes[rank]}"
+        self.command("drain", node)
+        self.command("drain", "--cancel", node)
+        self.more(1 - rank)
+        return self.stall(1 - rank, since_s)
+
+    def move(self, rank: int) -> tuple[float, float]:
+        """A true one: the rank moves to the host that waits, and its host comes back and waits."""
+        hosts, index, watcher = self.hosts, self.homes[rank], self.homes[1 - rank]
+        self.command("drain", f"node{index}")
+        hosts.wait(index, BOUND_S)
+        self.homes[rank], self.waits = self.waits, index
+        self.more(1 - rank)
+        found = self.stall(1 - rank, hosts.events(watcher, "holding")[-1].t_mono)
+        hosts.start(index)
+        until("it has a vote", lambda: f"node{index}" in self.voters(watcher), BOUND_S)
+        self.more(1 - rank, 20)
+        return found
+
+    def kill(self, rank: int) -> tuple[float, float]:
+        """SIGKILL to the worker of a rank."""
+        hosts, index = self.hosts, self.homes[rank]
+        status = [*hosts.net.on(index), HOLDFAST, "status", "--json", str(hosts.run(index).path)]
+        view = json.loads(subprocess.run(status, check=True, env=hosts.env, capture_output=True).stdout)
+        pid = next(r["pid"] for r in view["ranks"] if r["rank"] == rank and r["alive"])
+        since_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        self.more(1 - rank)
+        found = self.stall(1 - rank, since_s)
+        self.more(1 - rank, 20)
+        return found
+
+
+def row(name: str, found: Sequence[tuple[float, float]]) -> str:
+    """n, median and p90 of the stall, and the share below one usual step."""
+    stalls = sorted(stall_s for stall_s, _ in found)
+    if not stalls:
+        return f"| {name} | 0 | | | |"
+    p90 = stalls[min(int(len(stalls) * 0.9), len(stalls) - 1)]
+    within = sum(stall_s < usual_s for stall_s, usual_s in found)
+    return (
+        f"| {name} | {len(found)} | {statistics.median(stalls):.3f} | {p90:.3f} | {within} of {len(found)} |"
+    )
+
+
+def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[str, tuple[float, float]]]:
+    """The disturbed run, to its end."""
+    bench, rng = Bench(hosts, result), random.Random(1)
+    hosts.start(0, 1)
+    hosts.wait_event(0, "generation_started", bound_s=BOUND_S)
+    hosts.start(2)
+    until("host 2 has a vote", lambda: "node2" in hosts.events(0, "electorate")[-1].data["voters"], BOUND_S)
+    bench.more(0, 25)
+    plan = ["false" if number % 3 == 2 else "move" for number in range(args.notices)]
+    for number in range(args.kills):
+        plan.insert((number + 1) * len(plan) // (args.kills + 1), "kill")
+    found = []
+    for number, kind in enumerate(plan):
+        rank = rng.randrange(2)
+        act = {"move": bench.move, "false": bench.withdraw, "kill": bench.kill}[kind]
+        stall_s, usual_s = act(rank)
+        found.append((kind, (stall_s, usual_s)))
+        print(
+            f"{number + 1} of {len(plan)}: {kind} of rank {rank}: {stall_s:.3f} s, a step {usual_s:.3f} s",
+            file=sys.stderr,
+        )
+    Path(f"{result}.hurry").touch()
+    codes = [hosts.wait(index, 3600.0) for index in bench.homes.values()]
+    if codes != [0, 0]:
+        raise InternalError(f"the job ended with {codes}: {hosts.output(bench.homes[0])[-2000:]}")
+    lost = [e.data["steps_lost"] for e in hosts.events(bench.homes[0], "restored")]
+    if any(lost):
+        raise InternalError(f"steps were done again: {lost}")
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--notices", type=int, default=15)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.3)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4000)
+    args = parser.parse_args()
+    digests = []
+    with tempfile.TemporaryDirectory() as base, Network(3) as net:
+        for name in ("disturbed", "undisturbed"):
+            place = Path(base) / name
+            words = (str(args.steps), str(args.pause), str(args.width), str(place / "out"))
+            flags = ("--spares", "1", "--max-restarts", "1000")
+            with Hosts(net, place, "2:3", TRAIN, words, flags=flags, torch=True) as hosts:
+                if name == "disturbed":
+                    found = train(hosts, place / "out", args)
+                else:
+                    Path(f"{place / 'out'}.hurry").touch()
+                    hosts.start(0, 1)
+                    if [hosts.wait(0, 3600.0), hosts.wait(1, 3600.0)] != [0, 0]:
+                        raise InternalError(hosts.output(0)[-2000:])
+            digests.append({(place / f"out-{rank}").read_text() for rank in range(2)})
+    print("| stall, s | n | median | p90 | below one usual step |\n|---|---|---|---|---|")
+    for kind, name in (
+        ("move", "planned move"),
+        ("false", "withdrawn notice"),
+        ("kill", "kill -9, a spare waits"),
+    ):
+        print(row(name, [stall for said, stall in found if said == kind]))
+    usual_s = statistics.median(usual_s for _, (_, usual_s) in found)
+    same = "the same bits as" if digests[0] == digests[1] else "OTHER BITS than"
+    print(f"\na usual step {usual_s:.3f} s, 0 steps done again, {same} the undisturbed run")
+    if digests[0] != digests[1]:
+        raise InternalError("the weights differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Asks the sources of notices of one node, and tells its agent what has changed.
+
+Theory. A source tells what stands now; only differences are told on: a notice that is new, one whose deadline has
+moved, one that is gone. A source that fails withdraws nothing; that it fails is written down once for each reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.notices import NO_DEADLINE, Notice
+from holdfast.errors import ProtocolError
+from holdfast.event_log import EventSink
+from holdfast.runtime.node.health_checks import BuiltIn, HealthCommand, KernelLog
+from holdfast.runtime.node.notice_forms import Foreseen
+from holdfast.runtime.node.notice_sources import NoticeSource, read_sources
+from holdfast.runtime.node.run_settings import RunSettings
+
+
+class NoticeWatch:
+    """Of one node.
+
+    Args:
+        node_id: of this node.
+        sources: to ask.
+        post: takes the notices.
+        journal: the event log of this node.
+    """
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        sources: Sequence[NoticeSource],
+        post: Callable[[Notice], None],
+        journal: EventSink,
+    ) -> None:
+        self._node_id = node_id
+        self._sources = sources
+        self._post = post
+        self._journal = journal
+        self._standing: dict[
+            str, dict[str, tuple[Foreseen, float]]
+        ] = {}  # by name of the source; when it was told
+        self._failures: dict[str, str] = {}
+
+    @classmethod
+    def of(
+        cls,
+        settings: RunSettings,
+        run_dir: Path,
+        post: Callable[[Notice], None],
+        journal: EventSink,
+    ) -> Self:
+        """What the agent of a run asks. Raises: UsageError: ``--notices`` names no source."""
+        return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        await asyncio.gather(*(self._follow(source) for source in self._sources))
+
+    async def _follow(self, source: NoticeSource) -> None:
+        while True:
+            await self.look(source)
+            await asyncio.sleep(source.period_s)
+
+    async def look(self, source: NoticeSource) -> None:
+        """Ask one source once."""
+        try:
+            found = await source.look()
+        except (OSError, ProtocolError) as error:
+            reason = str(error)[:500]
+            if self._failures.get(source.name) != reason:
+                self._failures[source.name] = reason
+                self._journal.append("notice_source_failed", {"source": source.name, "error": reason})
+            return
+        self._failures.pop(source.name, None)
+        self._tell(source.name, found)
+
+    def _tell(self, name: str, found: Sequence[Foreseen]) -> None:
+        now_s = time.monotonic()
+        before = self._standing.get(name, {})
+        now: dict[str, tuple[Foreseen, float]] = {}
+        for notice in found:
+            known = before.get(notice.source)
+            due_s = notice.left_s if notice.left_s == NO_DEADLINE else now_s + notice.left_s
+            if known is not None and (known[1] == due_s or abs(known[1] - due_s) < 1.0):
+                now[notice.source] = known
+            else:
+                now[notice.source] = (notice, due_s)
+                self._post(self._notice(notice))
+        for source in before.keys() - now.keys():
+            self._post(self._notice(before[source][0], withdrawn=True))
+        self._standing[name] = now
+
+    def _notice(self, foreseen: Foreseen, *, withdrawn: bool = False) -> Notice:
+        return Notice(
+            node_id=NodeId("") if foreseen.whole_job else self._node_id,
+            source=foreseen.source,
+            left_s=foreseen.left_s,
+            withdrawn=withdrawn,
+        )
+
+
+def sources_of(settings: RunSettings, run_dir: Path, environment: Mapping[str, str]) -> list[NoticeSource]:
+    """All that the agent of this node asks. The checks of its own are for nodes whose ranks can go elsewhere.
+
+    Raises:
+        UsageError: ``--notices`` names no source.
+    """
+    if settings.library:
+        return []
+    found = read_sources(settings.notices, environment)
+    if settings.health:
+        found.append(HealthCommand(settings.health, settings.health_every_s))
+    if settings.several:
+        found.append(BuiltIn((run_dir,), KernelLog()))
+    return found

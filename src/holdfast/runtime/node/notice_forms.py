@@ -1,0 +1,153 @@
+"""What sources of notices answer, read: clouds, Slurm, a file or a command of the user. Pure; ``now`` is Unix time.
+
+Theory. Each source has its own form and its own idea of time. All become the same: does the node leave, and by when. An
+answer in a form that is not known is an error of the source, never a notice, and never its withdrawal.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.core.protocol.notices import NO_DEADLINE
+from holdfast.errors import ProtocolError
+
+GCP_LEAD_S, GCP_MAINTENANCE_LEAD_S = 30.0, 60.0
+AZURE_LEAVES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+"""Kinds of scheduled events that take the machine; ``Freeze`` is over after seconds."""
+_SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*s?")
+_EPOCH_S_LEAST = 1e9
+
+
+class Foreseen(msgspec.Struct, frozen=True):
+    """One notice that a source has now. ``left_s``: until then, NO_DEADLINE: none is known."""
+
+    source: str
+    left_s: float = NO_DEADLINE
+    whole_job: bool = False
+
+
+T = TypeVar("T")
+
+
+class _AwsAction(msgspec.Struct):
+    action: str
+    time: datetime
+
+
+class _AzureEvent(msgspec.Struct, rename="pascal"):
+    event_type: str
+    resources: list[str] = []
+    not_before: str = ""
+
+
+class _AzureEvents(msgspec.Struct, rename="pascal"):
+    events: list[_AzureEvent] = []
+
+
+def _left_s(then: datetime, now: float) -> float:
+    zoned = then if then.tzinfo else then.replace(tzinfo=UTC)
+    return max(0.0, zoned.timestamp() - now)
+
+
+def aws_action(body: bytes, now: float) -> Foreseen:
+    """``spot/instance-action`` of the instance metadata: there only when the instance will be taken.
+
+    Raises:
+        ProtocolError: another form.
+    """
+    action = _decoded(body, _AwsAction, "spot/instance-action")
+    return Foreseen(f"AWS spot: {action.action}", _left_s(action.time, now))
+
+
+def gcp_preempted(body: bytes) -> Foreseen | None:
+    """``instance/preempted``: TRUE 30 s before the end. Raises: ProtocolError: another form."""
+    word = body.strip().upper()
+    if word not in (b"TRUE", b"FALSE"):
+        raise ProtocolError(f"instance/preempted says {body[:80]!r}, neither TRUE nor FALSE")
+    return Foreseen("GCP: preempted", GCP_LEAD_S) if word == b"TRUE" else None
+
+
+def gcp_maintenance(body: bytes) -> Foreseen | None:
+    """``instance/maintenance-event``: a live migration is no end; an instance with GPUs is terminated."""
+    word = body.strip()
+    if word == b"TERMINATE_ON_HOST_MAINTENANCE":
+        return Foreseen("GCP: host maintenance", GCP_MAINTENANCE_LEAD_S)
+    return None
+
+
+def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
+    """Scheduled events that take the machine ``name`` (of its own metadata); others are of its neighbours.
+
+    Raises:
+        ProtocolError: another form.
+    """
+    found = []
+    for event in _decoded(body, _AzureEvents, "scheduledevents").events:
+        if event.event_type not in AZURE_LEAVES or (event.resources and name not in event.resources):
+            continue
+        left_s = 0.0  # an event without a time has begun
+        if event.not_before:
+            try:
+                left_s = _left_s(parsedate_to_datetime(event.not_before), now)
+            except ValueError as error:
+                raise ProtocolError(f"scheduledevents: NotBefore {event.not_before[:80]!r}") from error
+        found.append(Foreseen(f"Azure: {event.event_type}", left_s))
+    return found
+
+
+def slurm_end(variable: str, now: float) -> Foreseen | None:
+    """``SLURM_JOB_END_TIME``: Unix time; 0 or empty: no limit. Raises: ProtocolError: another form."""
+    if not variable.strip() or variable.strip() == "0":
+        return None
+    if not variable.strip().isdecimal():
+        raise ProtocolError(f"SLURM_JOB_END_TIME is {variable[:80]!r}, no Unix time")
+    return Foreseen("Slurm: end of the time", max(0.0, int(variable) - now), whole_job=True)
+
+
+def slurm_node(line: str) -> Foreseen | None:
+    """One line of ``scontrol --oneliner show node``: a node that is drained, or put down, runs on for now.
+
+    Raises:
+        ProtocolError: no line of a node.
+    """
+    state = re.search(r"\bState=(\S+)", line)
+    if state is None:
+        raise ProtocolError(f"scontrol shows no state of the node: {line[:80]!r}")
+    words = set(state[1].upper().replace("*", "").split("+"))
+    if not words & {"DRAIN", "DRAINING", "DRAINED"}:
+        return None
+    reason = re.search(r"\bReason=(.*?)(?: \[|$)", line)
+    return Foreseen(f"Slurm: drained{f' ({reason[1].strip()[:80]})' if reason else ''}")
+
+
+def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
+    """What a file or a command of the user says: nothing (no deadline), seconds since ``said_at``, or a date and time.
+
+    Raises:
+        ProtocolError: something else.
+    """
+    word = text.strip().split("\n", 1)[0].strip()
+    if not word or word.lower() == "leave":
+        return Foreseen(source)
+    if span := _SPAN.fullmatch(word):
+        number = float(span[1])
+        then_s = number if number >= _EPOCH_S_LEAST else said_at + number
+        return Foreseen(source, max(0.0, then_s - now))
+    try:
+        return Foreseen(source, _left_s(datetime.fromisoformat(word), now))
+    except ValueError:
+        raise ProtocolError(
+            f"{source} says {word[:80]!r}: neither empty, nor seconds, nor a date with a time (UTC)"
+        ) from None
+
+
+def _decoded(body: bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{what}: {error}") from error

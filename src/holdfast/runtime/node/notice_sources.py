@@ -1,0 +1,260 @@
+"""Sources of notices that a node will leave, each asked now and then: ``--notices``, and the node's health.
+
+Theory. A source that cannot be asked says nothing: what it said last stands. Each one names its own period, which is a
+small part of the lead that it gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.runtime.node.notice_forms import (
+    Foreseen,
+    aws_action,
+    azure_events,
+    gcp_maintenance,
+    gcp_preempted,
+    slurm_end,
+    slurm_node,
+    users_word,
+)
+
+METADATA = "http://169.254.169.254"
+HTTP_TIMEOUT_S, BODY_SIZE_BYTES_MAX = 2.0, 1 << 20
+COMMAND_TIMEOUT_S = 60.0
+GOOGLE, AZURE = {"Metadata-Flavor": "Google"}, {"Metadata": "true"}
+OUTPUT_SIZE_BYTES_MAX = 4096
+AWS_TOKEN_S, AWS_TOKEN_AGAIN_S = 21600, 20000.0
+ABSENT = 404
+KINDS = ("aws", "gcp", "azure", "slurm", "file=PATH", "command=PATH")
+WAYS = f"a comma-separated list of {', '.join(KINDS)}; aws, gcp and azure take =http://HOST:PORT; none"
+
+
+class NoticeSource(Protocol):
+    """One source. ``look`` tells the notices that it has now.
+
+    Raises (``look``):
+        OSError, ProtocolError: it cannot be asked, or its answer is not understood.
+    """
+
+    name: str
+    period_s: float
+
+    async def look(self) -> list[Foreseen]:
+        """Ask."""
+
+
+def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    host = urlsplit(base)
+    connection = HTTPConnection(host.hostname or "", host.port or 80, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request(method, host.path.rstrip("/") + path, headers=dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read(BODY_SIZE_BYTES_MAX)
+    except HTTPException as error:
+        raise ProtocolError(f"{base}{path}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
+    """The body at a metadata address; None: there is nothing (404).
+
+    Raises:
+        OSError: nobody answers.
+        ProtocolError: another status.
+    """
+    status, body = await asyncio.to_thread(_request, base, method, path, headers)
+    if status == ABSENT:
+        return None
+    if status != 200:
+        raise ProtocolError(f"{base}{path}: status {status}")
+    return body
+
+
+class Aws:
+    """Spot instances of EC2: two minutes of lead (session tokens, IMDSv2)."""
+
+    name, period_s = "aws", 5.0
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._token, self._since_s = "", 0.0
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``."""
+        if not self._token or time.monotonic() - self._since_s > AWS_TOKEN_AGAIN_S:
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_S)}
+            token = await ask(self._base, "/latest/api/token", ttl, "PUT")
+            self._token, self._since_s = (token or b"").decode("ascii", "replace"), time.monotonic()
+        headers = {"X-aws-ec2-metadata-token": self._token} if self._token else {}
+        try:
+            body = await ask(self._base, "/latest/meta-data/spot/instance-action", headers)
+        except ProtocolError:
+            self._token = ""  # it may have expired
+            raise
+        return [] if body is None else [aws_action(body, time.time())]
+
+
+class Gcp:
+    """Preemptible and spot machines of Compute Engine: 30 s of lead; maintenance that ends the machine."""
+
+    name, period_s = "gcp", 2.0
+
+    def __init__(self, base: str) -> None:
+        self._base = f"{base.rstrip('/')}/computeMetadata/v1/instance"
+        self._since: dict[str, float] = {}
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``. The lead counts from when it was seen first."""
+        preempted = await ask(self._base, "/preempted", GOOGLE)
+        maintenance = await ask(self._base, "/maintenance-event", GOOGLE)
+        found = [
+            notice
+            for notice in (
+                None if preempted is None else gcp_preempted(preempted),
+                None if maintenance is None else gcp_maintenance(maintenance),
+            )
+            if notice is not None
+        ]
+        now_s = time.monotonic()
+        self._since = {one.source: self._since.get(one.source, now_s) for one in found}
+        return [
+            Foreseen(one.source, max(0.0, one.left_s - (now_s - self._since[one.source]))) for one in found
+        ]
+
+
+class Azure:
+    """Scheduled events of Azure: 30 s of lead for a spot machine, minutes for others."""
+
+    name, period_s = "azure", 2.0
+
+    def __init__(self, base: str) -> None:
+        self._base = f"{base.rstrip('/')}/metadata"
+        self._machine = ""
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``."""
+        if not self._machine:
+            path = "/instance/compute/name?api-version=2021-02-01&format=text"
+            self._machine = (await ask(self._base, path, AZURE) or b"").decode("utf-8", "replace").strip()
+        body = await ask(self._base, "/scheduledevents?api-version=2020-07-01", AZURE)
+        return [] if body is None else azure_events(body, self._machine, time.time())
+
+
+class Slurm:
+    """The end of the job's time, and a node that is drained. Gentle with slurmctld: twice a minute."""
+
+    name, period_s = "slurm", 30.0
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._node = environment.get("SLURMD_NODENAME", "")
+        self._end = environment.get("SLURM_JOB_END_TIME", "")
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``."""
+        end = slurm_end(self._end, time.time())
+        found = [end] if end is not None else []
+        if self._node:
+            code, said = await output_of(("scontrol", "--oneliner", "show", "node", self._node))
+            if code != 0:
+                raise ProtocolError(f"scontrol show node {self._node}: code {code}: {said[:200]}")
+            node = slurm_node(said)
+            found += [node] if node is not None else []
+        return found
+
+
+class File:
+    """A file of the user: there while the node is to leave; see ``users_word`` for what it may say."""
+
+    period_s = 1.0
+
+    def __init__(self, path: str) -> None:
+        self.name = f"file {path}"
+        self._path = Path(path)
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``."""
+        try:
+            said_at = self._path.stat().st_mtime
+            with self._path.open("rb") as file:
+                text = file.read(OUTPUT_SIZE_BYTES_MAX).decode("utf-8", "replace")
+        except FileNotFoundError:
+            return []
+        return [users_word(text, f"file {self._path}", time.time(), said_at)]
+
+
+class CommandNotices:
+    """A command of the user: it prints nothing while the node stays, ``leave`` or a deadline when it will go."""
+
+    period_s = 10.0
+
+    def __init__(self, command: str) -> None:
+        self.name = f"command {command}"
+        self._words = tuple(shlex.split(command))
+
+    async def look(self) -> list[Foreseen]:
+        """As ``NoticeSource``."""
+        code, said = await output_of(self._words)
+        if code != 0:
+            raise ProtocolError(f"{self._words[0]}: code {code}: {said[:200]}")
+        return (
+            [users_word(said, f"command {self._words[0]}", time.time(), time.time())] if said.strip() else []
+        )
+
+
+async def output_of(words: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
+    """Exit code and output (both streams, the beginning) of a command; it and its children end with this.
+
+    Raises:
+        OSError: it cannot be started.
+        ProtocolError: it takes too long.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )  # fmt: skip
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+        return process.returncode or 0, said[:OUTPUT_SIZE_BYTES_MAX].decode("utf-8", "replace").strip()
+    except TimeoutError:
+        raise ProtocolError(f"{words[0]} takes longer than {timeout_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
+    """The sources that ``--notices`` names. ``auto``: Slurm in a job of Slurm.
+
+    Raises:
+        UsageError: no such source.
+    """
+    if spec == "auto":
+        return [Slurm(environment)] if environment.get("SLURM_JOB_ID") else []
+    found: list[NoticeSource] = []
+    for item in filter(None, (part.strip() for part in spec.split(","))):
+        kind, _, place = item.partition("=")
+        clouds: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+        if kind in clouds and (not place or urlsplit(place).scheme == "http"):
+            found.append(clouds[kind](place or METADATA))
+        elif kind == "slurm" and not place:
+            found.append(Slurm(environment))
+        elif kind == "file" and place:
+            found.append(File(place))
+        elif kind == "command" and place.strip():
+            found.append(CommandNotices(place))
+        elif item != "none":
+            raise UsageError(f"--notices {item}: no such source of notices", hint=WAYS)
+    return found

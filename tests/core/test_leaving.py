@@ -1,0 +1,60 @@
+"""What is done about a node that will leave: the table of docs/design/0036-leaving.md, and its invariants."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from holdfast.core.job.leaving import Choice, Plight, choose
+
+USUAL: dict[str, Any] = {
+    "left_s": None, "move_s": 5.0, "save_s": 15.0, "at_once": False, "stands": True, "fits": True,
+    "fits_fewer": False, "holds_ranks": True, "prepared": False,
+}  # fmt: skip
+NO_ROOM = {"fits": False}
+FEWER = {"fits": False, "fits_fewer": True}
+
+
+@pytest.mark.parametrize(
+    ("what", "choice"),
+    [
+        ({}, "prepare"),
+        ({"prepared": True}, "move"),
+        ({"left_s": 100.0}, "prepare"),
+        ({"left_s": 4.0}, "move"),
+        ({"holds_ranks": False}, "leave"),
+        ({"holds_ranks": False, **NO_ROOM}, "leave"),
+        (FEWER, "shrink"),
+        ({**FEWER, "left_s": 100.0}, "wait"),
+        ({**FEWER, "left_s": 4.0}, "shrink"),
+        ({**FEWER, "left_s": 100.0, "at_once": True}, "shrink"),
+        (NO_ROOM, "wait"),
+        ({**NO_ROOM, "left_s": 16.0}, "wait"),
+        ({**NO_ROOM, "left_s": 15.0}, "save"),
+        ({**NO_ROOM, "at_once": True, "left_s": 300.0}, "save"),
+        ({"stands": False}, "wait"),
+        ({"stands": False, "left_s": 100.0}, "wait"),
+        ({"stands": False, "left_s": 10.0}, "save"),
+        ({"stands": False, "holds_ranks": False, "left_s": 10.0}, "save"),
+        ({"stands": False, "at_once": True, "left_s": 300.0}, "save"),
+    ],
+)
+def test_the_table(what: dict[str, Any], choice: Choice) -> None:
+    assert choose(Plight(**{**USUAL, **what})) == choice
+
+
+def test_no_answer_costs_the_job_something_before_it_has_to() -> None:
+    flags = ("at_once", "stands", "fits", "fits_fewer", "holds_ranks", "prepared")
+    for values in itertools.product((False, True), repeat=len(flags)):
+        for left_s in (None, 0.0, 4.0, 10.0, 100.0):
+            plight = Plight(**{**USUAL, **dict(zip(flags, values, strict=True)), "left_s": left_s})
+            choice = choose(plight)
+            if choice == "save":
+                assert plight.at_once or (left_s is not None and left_s <= plight.save_s)
+                assert not (plight.stands and (plight.fits or plight.fits_fewer))
+            if choice in ("move", "shrink", "leave", "prepare"):
+                assert plight.stands, "never against a majority, or the only holder of a part of the state"
+            if left_s is not None and left_s <= plight.move_s:
+                assert choice not in ("wait", "prepare"), "a deadline is never slept through"
