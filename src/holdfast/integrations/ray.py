@@ -27,10 +27,19 @@ if TYPE_CHECKING:
     from holdfast.integrations.ray_driver import JobPlan
 
 OURS = {
-    "--run-id": "name", "--run-dir": "run_dir", "--nnodes": "num_nodes and spares", "--nproc-per-node": "workers_per_node",
-    "--root": "storage_path", "--shrink-to": "shrink_to", "--node-rank": "", "--rdzv-endpoint": "", "--master-addr": "",
-    "--master-port": "", "--token-file": "", "--bind": "", "--rank-table": "", "--standalone": "", "-m": "", "--module": "",
-}  # fmt: skip
+    "--run-id": "name",
+    "--run-dir": "run_dir",
+    "--nnodes": "num_nodes and spares",
+    "--nproc-per-node": "workers_per_node",
+    "--root": "storage_path",
+    "--shrink-to": "shrink_to",
+    **dict.fromkeys(
+        ("-m", "--module", "--no-python", "--rank-table", "--standalone"), "a function or a script"
+    ),
+    **dict.fromkeys(
+        ("--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port", "--token-file", "--bind"), ""
+    ),
+}
 """Flags of ``holdfast run`` that this module gives, and the arguments that stand for them."""
 
 

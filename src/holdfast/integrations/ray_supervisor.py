@@ -4,8 +4,11 @@ Theory. The job itself needs nobody outside: its agents have elected a controlle
 agent can know is that Ray has placed a lost actor again, and where. The supervisor tells that node where the agents of
 the others listen, and the node joins the job. The end of the job is the end of its launchers.
 
-A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is, and holds no launcher), ``starts``, ``runs``,
-``ended`` (its launcher has ended, and is started again after a while if others run), or ``out`` (for good).
+Where a loss was more than the job could bear (no majority, no node in time), its launchers save and end with 75. Nobody
+has asked for that, so all are started again as soon as there are enough nodes, and the job goes on where it has saved.
+
+A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is, and holds no launcher), ``starts``,
+``runs``, ``ended`` (its launcher has), or ``out`` (for good).
 
 Invariants:
 1. A launcher is started only where the actor is known to hold none.
@@ -35,10 +38,11 @@ POLL_S = 0.2
 RETURN_S = 0.5  # between two questions to an actor that is not up
 GATHER_S = 10.0  # for further nodes, where enough are there
 AGAIN_S = 10.0  # before a launcher that has left is started again: meanwhile those of a whole job leave
-STARTS_MAX = 5  # of a launcher that ends by itself while the others run
+DEPARTURES_MAX = 5  # of a launcher that ends by itself while the others run
 SETTLE_S = 5.0
 LINGER_S = 30.0
 ANSWER_S = 10.0
+AGAIN = "call run() again with the same name and storage_path"
 Phase = Literal["lost", "ready", "starts", "runs", "ended", "out"]
 
 
@@ -53,6 +57,7 @@ class JobNode:
     here: Here | None = None
     code: int | None = None  # of its last launcher
     starts: int = 0
+    departures: int = 0  # ends of its launcher that were not those of the job
     next_s: float = 0.0  # nothing before this
 
     @property
@@ -89,7 +94,7 @@ class Supervisor:
         self._passed_on = 0
         self._active_s = self._enough_s = self._ended_s = time.monotonic()
         self._first: tuple[str, ...] = ()  # where the agents meet that start together
-        self._begun = self._settled = False
+        self._begun = self._saved = self._settled = False
         self._failed = ""  # the node that cannot start
 
     def run(self) -> None:
@@ -139,7 +144,7 @@ class Supervisor:
             return dict(sorted(returned.items()))
         shown = f"the job {self.name} ended with code {code}: {meaning_of(code)}"
         if code == Exit.REQUEUE:
-            raise JobSaved(shown, code=code, hint="call run() again with the same name and storage_path")
+            raise JobSaved(shown, code=code, hint=AGAIN)
         raise JobError(shown, code=code, hint="read the output of its nodes above; ray logs")
 
     # ---------------------------------------------------------------- what nodes answer
@@ -196,7 +201,7 @@ class Supervisor:
         node.next_s = self._ended_s + AGAIN_S
         if code in ENDS and self._began_with(node):
             self._failed = f"node{node.number}"
-        elif code in ENDS or node.starts >= STARTS_MAX:
+        elif code in ENDS or node.departures >= DEPARTURES_MAX:
             node.phase = "out"
             if any(other.active for other in self._nodes):
                 say(f"node{node.number} is left out: its launcher ended with code {code}")
@@ -223,16 +228,38 @@ class Supervisor:
     def _ask_lost(self) -> None:
         now_s = time.monotonic()
         others = any(node.active for node in self._nodes)
+        if self._interrupted:
+            self._saved = self._saved or Exit.REQUEUE in self._codes
+            say(
+                f"the job left with code {ending_of(self._codes)}; it goes on when {self._num_nodes} nodes are there"
+            )
+            for node in self._nodes:
+                if node.phase == "ended":
+                    node.phase, node.code = "lost", None
         for node in self._nodes:
             if node.phase == "ended" and others and not self._leaving and now_s >= node.next_s:
                 say(f"node{node.number} left with code {node.code} while others run: it is started again")
                 node.phase, node.code = "lost", None
+                node.departures += 1
             if node.phase == "lost" and node.call is None and now_s >= node.next_s:
                 node.call = node.actor.here.remote()
 
     @property
+    def _codes(self) -> list[int]:
+        return [node.code for node in self._nodes if node.code is not None]
+
+    @property
     def _leaving(self) -> bool:
-        return bool(self.asked or self._failed) or any(node.code == Exit.OK for node in self._nodes)
+        return bool(self.asked or self._failed) or Exit.OK in self._codes
+
+    @property
+    def _interrupted(self) -> bool:
+        """All launchers have left, and the reason is a node that was lost: nobody has asked for it."""
+        if self._leaving or not self._codes or any(node.active for node in self._nodes):
+            return False
+        return not set(self._codes) & set(ENDS) and any(
+            node.phase in ("lost", "ready") for node in self._nodes
+        )
 
     def _start_ready(self) -> None:
         ready = [node for node in self._nodes if node.phase == "ready"]
@@ -282,18 +309,21 @@ class Supervisor:
                 f"{plural(here, 'actor')} of the {self._num_nodes} that the job {self.name} needs came up within "
                 f"{self._node_timeout_s:g} s"
             )
+            if self._saved:
+                raise JobSaved(f"the job has saved and left, and then {why}", code=Exit.REQUEUE, hint=AGAIN)
             if self._begun:
-                raise JobError(f"all nodes were lost, and {why}", code=Exit.UNSAVED, hint="call run() again")
-            raise NotMet(why, hint="ray list actors; call run() again")
+                raise JobError(f"all nodes were lost, and {why}", code=Exit.UNSAVED, hint=AGAIN)
+            raise NotMet(why, hint=f"ray list actors; {AGAIN}")
 
     def _over(self) -> bool:
         active = any(node.active for node in self._nodes)
-        codes = [node.code for node in self._nodes if node.code is not None]
-        if Exit.OK in codes:
+        if Exit.OK in self._codes:
             return not active or time.monotonic() - self._ended_s > LINGER_S
         if active:
             return False
-        return bool(codes or self.asked) or all(node.phase == "out" for node in self._nodes)
+        if self._interrupted:
+            return False
+        return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
     def _ask(self, node: JobNode, call: Any) -> Any:
         """Its answer; None: it has none, as a node that is lost."""
