@@ -19,7 +19,7 @@ Tree::
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
-    │   │   └── JobSaved            with 75: a checkpoint is saved, and the same call goes on
+    │   │   └── JobSaved            with 75: a checkpoint is saved, and the same call continues
     │   └── NotMet                  the nodes of the job did not meet in time
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
@@ -161,7 +161,7 @@ class JobError(FaultError):
 
 
 class JobSaved(JobError):
-    """The job has saved a checkpoint and left (code 75): the same call goes on at the next step."""
+    """The job has saved a checkpoint and left (code 75): the same call continues at the next step."""
 
 
 class NotMet(FaultError):

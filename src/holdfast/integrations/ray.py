@@ -80,11 +80,11 @@ def run(
     Args:
         train: a function at the top level of a module (each rank calls it, with ``train_loop_config`` if that is
             given), or the path of a script. It uses :func:`holdfast.session`, as under ``holdfast run``.
-        name: of the job. The same name goes on where an earlier call with it has saved.
+        name: of the job. A call with the same name continues where an earlier one has saved.
         num_nodes: nodes that hold ranks.
         workers_per_node: ranks on each of them.
         spares: further nodes, which wait for the loss of one.
-        shrink_to: go on with so few nodes where one is lost and no spare waits; 0: wait for a node.
+        shrink_to: train with so few nodes where one is lost and no spare waits; 0: wait for a node.
         use_gpu: a GPU per worker.
         resources: of one node, beside a CPU (and a GPU) per worker, or instead: ``{"CPU": 32, "GPU": 8}``.
         placement_strategy: ``STRICT_SPREAD``, every node of the job on another node of the cluster; ``SPREAD`` allows
@@ -104,7 +104,7 @@ def run(
         FrameworkError: Ray is not installed.
         UsageError: an argument that cannot work, a function that no other process can find, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; says what is missing.
-        JobSaved: the job has saved and left (code 75): the same call goes on.
+        JobSaved: the job has saved and left (code 75): the same call continues.
         JobError: it ended with another code than 0.
 
     Example:
@@ -156,7 +156,8 @@ def status(name: str) -> dict[str, Any]:
     Raises:
         UsageError: no job of this name runs.
     """
-    return _driver().status(name)
+    said: dict[str, Any] = _driver().status(name)
+    return said
 
 
 def _driver() -> Any:

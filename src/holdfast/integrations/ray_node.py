@@ -88,6 +88,8 @@ class HoldfastNode:
         return f"{self._name} node{self._number}"
 
     def _take_over(self) -> bool:
+        if not self._place.path.exists() or self._doubt():
+            return False
         before = self._place.owner
         if before is None or not self._place.kept or not self._owner.succeeds(before):
             return False
@@ -111,9 +113,8 @@ class HoldfastNode:
     def _prepare(self) -> str:
         """Private directories, and none of the processes that an earlier call has left."""
         self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in (self._runs, self._place.path):
-            if why := doubt(path):
-                return f"{path} {why}"
+        if why := self._doubt():
+            return why
         while self._place.kept:
             owner = self._place.owner
             if owner is not None and owner.lives and owner.pid != os.getpid():
@@ -122,6 +123,11 @@ class HoldfastNode:
         for path in self._place.path.glob(f"{RETURNED}*"):
             path.unlink()
         return ""
+
+    def _doubt(self) -> str:
+        """Why another user may have made the files here; empty: it is not so."""
+        doubts = ((path, doubt(path)) for path in (self._runs, self._place.path))
+        return next((f"{path} {why}" for path, why in doubts if why), "")
 
     def _start(self, order: NodeOrder) -> str:
         root, file = _located(order.train)
@@ -159,7 +165,7 @@ class HoldfastNode:
             time.sleep(POLL_S)
 
     def _show(self) -> None:
-        """What is new in the launcher's output, by whole lines; a new actor goes on where this one has stopped."""
+        """What is new in the launcher's output, by whole lines; a new actor continues at the same place."""
         mark = self._place.path / "shown"
         before = shown = int(mark.read_text()) if mark.exists() else 0
         with self._place.output.open("rb") as file:

@@ -1,11 +1,11 @@
 """Watches the nodes of a job on Ray: starts a launcher on each, and again where Ray has placed a lost actor again.
 
-Theory. The job itself needs nobody outside: its agents have elected a controller, which replaces what is lost. What no
+Theory. The job needs no process outside: its agents have elected a controller, which replaces what is lost. What no
 agent can know is that Ray has placed a lost actor again, and where. The supervisor tells that node where the agents of
 the others listen, and the node joins the job. The end of the job is the end of its launchers.
 
-Where a loss was more than the job could bear (no majority, no node in time), its launchers save and end with 75. Nobody
-has asked for that, so all are started again as soon as there are enough nodes, and the job goes on where it has saved.
+Where a loss was more than the job could bear (no majority, no node in time), its launchers save and end with 75. That
+end was not asked for, so all are started again as soon as there are enough nodes, and training continues at that step.
 
 A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is, and holds no launcher), ``starts``,
 ``runs``, ``ended`` (its launcher has), or ``out`` (for good).
@@ -130,22 +130,30 @@ class Supervisor:
             JobSaved: the job has saved and left.
             JobError: it ended with another code than 0.
         """
-        codes = [node.code for node in self._nodes if node.code is not None]
-        code = (
-            ending_of(codes) if codes else int(Exit.INTERRUPTED)
-        )  # asked to leave before anything was started
         self._leave()  # a node that came too late to hear of the end
+        ended = [node for node in self._nodes if node.phase in ("ended", "out") and node.here is not None]
+        # No code: the driver was asked to stop before anything was started.
+        code = ending_of(self._codes) if self._codes else int(Exit.INTERRUPTED)
+        returned = self._returned(ended) if code == Exit.OK else {}
+        for node in ended:
+            self._ask(node.actor.clear.remote())
         if code == Exit.OK:
-            returned: dict[int, Any] = {}
-            for node in self._nodes:
-                if node.code == Exit.OK and (values := self._ask(node, node.actor.returned.remote())):
-                    returned |= {rank: decode_values(data) for rank, data in values.items()}
-                self._ask(node, node.actor.clear.remote())
-            return dict(sorted(returned.items()))
+            return returned
         shown = f"the job {self.name} ended with code {code}: {meaning_of(code)}"
         if code == Exit.REQUEUE:
             raise JobSaved(shown, code=code, hint=AGAIN)
         raise JobError(shown, code=code, hint="read the output of its nodes above; ray logs")
+
+    def _returned(self, nodes: list[JobNode]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for node in nodes:
+            if node.code != Exit.OK:
+                continue
+            values = self._ask(node.actor.returned.remote())
+            if values is None:
+                say(f"warning: node{node.number} was lost after the end: the values of its ranks are missing")
+            found |= {rank: decode_values(data) for rank, data in (values or {}).items()}
+        return dict(sorted(found.items()))
 
     # ---------------------------------------------------------------- what nodes answer
 
@@ -231,7 +239,7 @@ class Supervisor:
         if self._interrupted:
             self._saved = self._saved or Exit.REQUEUE in self._codes
             say(
-                f"the job left with code {ending_of(self._codes)}; it goes on when {self._num_nodes} nodes are there"
+                f"the job left with code {ending_of(self._codes)}; it continues when {self._num_nodes} nodes are there"
             )
             for node in self._nodes:
                 if node.phase == "ended":
@@ -254,7 +262,7 @@ class Supervisor:
 
     @property
     def _interrupted(self) -> bool:
-        """All launchers have left, and the reason is a node that was lost: nobody has asked for it."""
+        """All launchers have left, and the reason is a node that was lost: the end was not asked for."""
         if self._leaving or not self._codes or any(node.active for node in self._nodes):
             return False
         return not set(self._codes) & set(ENDS) and any(
@@ -283,7 +291,7 @@ class Supervisor:
 
     def _contacts(self, running: list[JobNode], asks: JobNode) -> tuple[str, ...]:
         for node in running:
-            if found := self._ask(node, node.actor.contacts.remote(asks.number)):
+            if found := self._ask(node.actor.contacts.remote(asks.number)):
                 answer: tuple[str, ...] = found
                 return answer
         return () if asks.here is not None and asks.here.contact in self._first else self._first
@@ -325,7 +333,7 @@ class Supervisor:
             return False
         return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
-    def _ask(self, node: JobNode, call: Any) -> Any:
+    def _ask(self, call: Any) -> Any:
         """Its answer; None: it has none, as a node that is lost."""
         try:
             return ray.get(call, timeout=ANSWER_S)

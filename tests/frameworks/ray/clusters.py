@@ -24,6 +24,7 @@ from holdfast.runtime.procs import processes, sweep
 from holdfast.runtime.rundir import RunDir
 from tests.cli.command import clean_environment
 from tests.runtime.runs import until
+from tests.store.s3server import free_port
 
 BOUND_S = 240.0
 OBJECTS_SIZE_BYTES = 80 << 20
@@ -60,7 +61,8 @@ class RayNodes:
     """A cluster; ``nodes`` are those that may hold a node of a job."""
 
     def __init__(self, dashboard: bool = False) -> None:
-        head = {"num_cpus": 0, "object_store_memory": OBJECTS_SIZE_BYTES, "include_dashboard": dashboard}
+        head = {"num_cpus": 0, "object_store_memory": OBJECTS_SIZE_BYTES, "include_dashboard": dashboard,
+                "dashboard_port": free_port()}  # fmt: skip
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         self.dashboard = str(self.cluster.head_node.webui_url)
@@ -100,7 +102,7 @@ def ray_nodes(count: int, dashboard: bool = False) -> Iterator[RayNodes]:
 
 
 class SubmittedJob:
-    """What is seen of a job; its driver is somebody else's."""
+    """What is seen of a job; its driver is another process's child."""
 
     def __init__(self, cluster: RayNodes, base: Path, name: str = "job", **settings: Any) -> None:
         self.cluster = cluster

@@ -15,7 +15,7 @@ from holdfast.integrations.ray_keeper import Owner
 from tests.frameworks.ray.clusters import RayJob, RayNodes, ray_nodes
 from tests.runtime.runs import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

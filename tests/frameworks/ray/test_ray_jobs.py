@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from holdfast.integrations.ray import status
 from tests.frameworks.ray.clusters import BOUND_S, DRIVER, RayNodes, SubmittedJob, ray_nodes
 from tests.runtime.runs import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_ray_job_is_submitted_and_one_that_is_stopped_has_saved(
     def logs() -> str:
         return str(client.get_job_logs(submitted))
 
-    until("step 10", lambda: "at step 10" in logs(), BOUND_S)
+    until("steps", lambda: re.search(r"at step [1-9]", logs()), BOUND_S)  # Ray shows equal lines once
     assert status("job")["state"] == "running"
     client.stop_job(submitted)
     job.wait_event(0, "run_ended")
