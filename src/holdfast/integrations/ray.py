@@ -75,7 +75,7 @@ def run(
     flags: Sequence[str] = (),
     node_timeout_s: float = 300.0,
 ) -> JobResult:
-    """Run a training on the nodes of a Ray cluster, to its end.
+    """Run a training on the nodes of a Ray cluster, to its end; returns the values of its ranks.
 
     Args:
         train: a function at the top level of a module (each rank calls it, with ``train_loop_config`` if that is
@@ -86,9 +86,8 @@ def run(
         spares: further nodes, which wait for the loss of one.
         shrink_to: train with so few nodes where one is lost and no spare waits; 0: wait for a node.
         use_gpu: a GPU per worker.
-        resources: of one node, beside a CPU (and a GPU) per worker, or instead: ``{"CPU": 32, "GPU": 8}``.
-        placement_strategy: ``STRICT_SPREAD``, every node of the job on another node of the cluster; ``SPREAD`` allows
-            several on one: then one loss may take more than the job has spares.
+        resources: of one node, beside or instead of a CPU (and a GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
+        placement_strategy: ``STRICT_SPREAD``; ``SPREAD``: nodes of the job may share a node, and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.
         storage_path: directory that all nodes share, or ``s3://bucket/prefix``: checkpoints go to ``NAME`` below it,
@@ -96,9 +95,6 @@ def run(
         run_dir: directory on each node for logs and events; by default one of this user in the temporary directory.
         flags: further flags of ``holdfast run``, as ``("--memory-every", "1")``.
         node_timeout_s: so long for the cluster to have the nodes, at the start, and again if all of them are lost.
-
-    Returns:
-        The values that the ranks returned.
 
     Raises:
         FrameworkError: Ray is not installed.
@@ -110,15 +106,44 @@ def run(
     Example:
         ``run(train, name="bert", num_nodes=4, spares=1, workers_per_node=8, use_gpu=True, storage_path="/mnt/ckpts")``
     """
+    _check_counts(num_nodes, workers_per_node, spares)
+    _check_job(name, placement_strategy, node_timeout_s)
+    target, config = _target(train, train_loop_config, args)
+    bundle = bundle_of(workers_per_node, use_gpu=use_gpu, resources=resources or {})
+    given = [f"--nnodes={num_nodes}:{num_nodes + spares}", f"--nproc-per-node={workers_per_node}"]
+    given += [f"--root={_root(storage_path)}/{name}"] if storage_path is not None else []
+    given += [*([f"--shrink-to={shrink_to}"] if shrink_to else []), *_passed_on(flags)]
+    driver = _driver()
+    plan: JobPlan = driver.JobPlan(
+        name=name,
+        num_nodes=num_nodes,
+        bundles=[bundle] * (num_nodes + spares),
+        strategy=placement_strategy,
+        run_dir=str(run_dir or os.path.join(tempfile.gettempdir(), f"holdfast-ray-{os.getuid()}")),
+        order=driver.NodeOrder(
+            flags=tuple(given), train=target, args=tuple(map(str, args)), directory=os.getcwd(), config=config,
+            contacts=(), token=secrets.token_hex(TOKEN_SIZE_BYTES),
+        ),
+        node_timeout_s=node_timeout_s,
+    )  # fmt: skip
+    return JobResult(name, driver.drive(plan))
+
+
+def _check_counts(num_nodes: int, workers_per_node: int, spares: int) -> None:
+    """Raises: UsageError."""
+    counts = {"num_nodes": (num_nodes, 1), "workers_per_node": (workers_per_node, 1), "spares": (spares, 0)}
+    for argument, (count, least) in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise UsageError(f"{argument}={count!r}", hint=f"a whole number, {least} or greater")
+
+
+def _check_job(name: str, placement_strategy: str, node_timeout_s: float) -> None:
+    """Raises: UsageError."""
     if IN_RANK in os.environ:
         raise UsageError(
             "run() is called while a rank imports this script",
             hint='put the call below if __name__ == "__main__":',
         )
-    counts = {"num_nodes": (num_nodes, 1), "workers_per_node": (workers_per_node, 1), "spares": (spares, 0)}
-    for argument, (count, least) in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise UsageError(f"{argument}={count!r}", hint=f"a whole number, {least} or greater")
     if not is_run_id(name):
         raise UsageError(
             f"name={name!r} is no name of a job",
@@ -128,26 +153,6 @@ def run(
         raise UsageError(f"placement_strategy={placement_strategy!r}", hint=f"one of {', '.join(STRATEGIES)}")
     if not 0 < node_timeout_s < float("inf"):
         raise UsageError(f"node_timeout_s={node_timeout_s!r}", hint="a number of seconds above 0")
-    target, config = _target(train, train_loop_config, args)
-    bundle = bundle_of(workers_per_node, use_gpu=use_gpu, resources=resources or {})
-    nodes = f"{num_nodes}:{num_nodes + spares}"
-    given = [f"--nnodes={nodes}", f"--nproc-per-node={workers_per_node}", *_passed_on(flags)]
-    given += [f"--shrink-to={shrink_to}"] if shrink_to else []
-    given += [f"--root={_root(storage_path)}/{name}"] if storage_path is not None else []
-    driver = _driver()
-    plan: JobPlan = driver.JobPlan(
-        name=name,
-        num_nodes=num_nodes,
-        bundles=[bundle] * (num_nodes + spares),
-        strategy=placement_strategy,
-        run_dir=str(run_dir or Path(tempfile.gettempdir()) / f"holdfast-ray-{os.getuid()}"),
-        order=driver.NodeOrder(
-            flags=tuple(given), train=target, args=tuple(map(str, args)), directory=os.getcwd(), contacts=(),
-            token=secrets.token_hex(TOKEN_SIZE_BYTES), config=config,
-        ),
-        node_timeout_s=node_timeout_s,
-    )  # fmt: skip
-    return JobResult(name, driver.drive(plan))
 
 
 def status(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class NodeOrder:
     args: tuple[str, ...]
     directory: str  # the driver's working directory
     contacts: tuple[str, ...]
-    token: str
+    token: str = field(repr=False)
     config: bytes | None
 
 
