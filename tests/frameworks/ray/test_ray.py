@@ -113,7 +113,7 @@ def test_an_actor_that_is_killed_with_all_it_holds_joins_again(cluster: RayNodes
         assert steps_lost(job, 0) == {0}
 
 
-def test_one_of_two_nodes_is_lost_and_the_job_goes_on_with_another(
+def test_one_of_two_nodes_is_lost_and_the_job_continues_with_another(
     cluster: RayNodes, tmp_path: Path, undisturbed: str
 ) -> None:
     with RayJob(cluster, tmp_path / "job", resources={"last": 1}) as job:  # no other node will do
@@ -129,7 +129,7 @@ def test_one_of_two_nodes_is_lost_and_the_job_goes_on_with_another(
         cluster.lose(node.node_id)
 
 
-def test_a_driver_that_is_asked_to_stop_saves_and_the_same_call_goes_on(
+def test_a_driver_that_is_asked_to_stop_saves_and_the_same_call_continues(
     cluster: RayNodes, tmp_path: Path, undisturbed: str
 ) -> None:
     with RayJob(cluster, tmp_path / "job") as job:
@@ -169,9 +169,7 @@ def test_a_job_starts_when_the_cluster_has_grown(cluster: RayNodes, tmp_path: Pa
     cluster.lose(cluster.nodes[-1].node_id)
 
 
-def test_a_job_that_went_on_with_fewer_nodes_grows_when_the_cluster_does(
-    cluster: RayNodes, tmp_path: Path
-) -> None:
+def test_a_job_that_has_shrunk_grows_when_the_cluster_does(cluster: RayNodes, tmp_path: Path) -> None:
     with RayJob(cluster, tmp_path / "job", num_nodes=3, shrink_to=1) as job:
         job.trains(10)
         cluster.lose(job.ray_node(2))
