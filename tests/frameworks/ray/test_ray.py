@@ -69,16 +69,13 @@ def test_a_lost_node_is_replaced_by_the_spare_and_comes_back_as_one(
     assert digests == {undisturbed}
 
 
-def test_a_lost_node_without_a_spare_is_waited_for(
-    cluster: RayNodes, tmp_path: Path, undisturbed: str
-) -> None:
-    with (
-        RayJob(cluster, tmp_path / "job", num_nodes=3) as job,
-        RayJob(cluster, tmp_path / "other", "other") as other,
-    ):
+@pytest.mark.smoke
+def test_a_lost_node_without_a_spare_is_waited_for(cluster: RayNodes, tmp_path: Path) -> None:
+    with RayJob(cluster, tmp_path / "job", num_nodes=3) as job:
         job.trains(10)
-        until("the other job waits", lambda: "in use by other jobs" in other.output, 60)
-        other.process.kill()  # before it has anything
+        with RayJob(cluster, tmp_path / "other", "other") as other:
+            until("the other job waits", lambda: "in use by other jobs" in other.output, 60)
+            other.process.kill()  # before it has anything
         cluster.lose(job.ray_node(1))
         until("Ray has noticed", lambda: "node1: its actor is lost" in job.output, 60)
         cluster.add()
