@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from holdfast.schedulers.bundles import ClusterNode, bundle_of, shortage
 from holdfast.schedulers.ends import ending_of, meaning_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.integrations.ray_keeper import KeptPlace, Order, Owner
-from holdfast.runtime.pids import alive, start_ticks
+from holdfast.runtime.node.process_info import alive, start_ticks
 from tests.runtime.runs import until
 
 pytestmark = pytest.mark.processes

@@ -19,9 +19,9 @@ from holdfast.core.ids import RUN_ID_LENGTH_MAX, is_run_id
 from holdfast.errors import FrameworkError, StateError, UsageError
 from holdfast.integrations.ray_rank import IN_RANK
 from holdfast.integrations.shipped import TrainFunction, name_function
-from holdfast.runtime.rundir import TOKEN_SIZE_BYTES
+from holdfast.runtime.node.rundir import TOKEN_SIZE_BYTES
 from holdfast.schedulers.bundles import STRATEGIES, bundle_of
-from holdfast.store.values import encode_values
+from holdfast.store.format.json_values import encode_values
 
 if TYPE_CHECKING:
     from holdfast.integrations.ray_driver import JobPlan

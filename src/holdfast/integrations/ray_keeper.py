@@ -25,8 +25,8 @@ from types import FrameType
 
 import msgspec
 
-from holdfast.runtime.pids import start_ticks
-from holdfast.runtime.rundir import is_free, open_log, try_lock, write_private
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.node.rundir import is_free, open_log, try_lock, write_private
 
 POLL_S = 0.1
 LOCK_S = 5.0

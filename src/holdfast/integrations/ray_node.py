@@ -22,11 +22,11 @@ import msgspec
 from holdfast.integrations.ray_keeper import LOCK_S, POLL_S, KeptPlace, Order, Owner
 from holdfast.integrations.ray_rank import CONFIG, RETURNED
 from holdfast.integrations.shipped import TrainFunction, find_place
-from holdfast.runtime.addresses import endpoint, family_of
-from holdfast.runtime.owners import doubt
-from holdfast.runtime.peers import read_peers
-from holdfast.runtime.pids import start_ticks
-from holdfast.runtime.rundir import RunDir, write_private
+from holdfast.runtime.agent.peers import read_peers
+from holdfast.runtime.net.addresses import endpoint, family_of
+from holdfast.runtime.node.file_owners import doubt
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.node.rundir import RunDir, write_private
 
 KEEPER_LOST = -9
 STATUS_S = 30.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from holdfast.errors import StateError
 from holdfast.integrations.shipped import load_function
-from holdfast.runtime.rundir import write_private
-from holdfast.store.values import decode_values, encode_values
+from holdfast.runtime.node.rundir import write_private
+from holdfast.store.format.json_values import decode_values, encode_values
 
 CONFIG, RETURNED = "config", "returned-"
 IN_RANK = "HOLDFAST_RAY_RANK"  # set here: the driver's script is imported, and its guard may be missing

@@ -27,12 +27,12 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RuntimeEnvSetupError
 
 from holdfast.errors import JobError, JobSaved, NotMet, UserError
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from holdfast.integrations.ray_node import Here, NodeOrder
 from holdfast.schedulers.ends import ending_of, meaning_of
 from holdfast.schedulers.manifests import ENDS
-from holdfast.store.values import decode_values
-from holdfast.wording import plural
+from holdfast.store.format.json_values import decode_values
+from holdfast.text import plural
 
 POLL_S = 0.2
 RETURN_S = 0.5  # between two questions to an actor that is not up

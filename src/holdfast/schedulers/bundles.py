@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import UsageError
-from holdfast.wording import plural
+from holdfast.text import plural
 
 STRATEGIES = ("STRICT_SPREAD", "SPREAD")
 LISTED_MAX = 8

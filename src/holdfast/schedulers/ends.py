@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.exits import MEANING, Exit
+from holdfast.exit_codes import MEANING, Exit
 from holdfast.schedulers.manifests import ENDS
 from holdfast.schedulers.sbatch import AGAIN
 

@@ -17,11 +17,11 @@ import msgspec
 import ray
 from ray.cluster_utils import Cluster
 
-from holdfast import journal
+from holdfast import event_log
+from holdfast.event_log import Event
 from holdfast.integrations.ray_keeper import KeptPlace
-from holdfast.journal import Event
-from holdfast.runtime.procs import processes, sweep
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.agent.worker_processes import processes, sweep
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import clean_environment
 from tests.runtime.runs import until
 from tests.store.s3server import free_port
@@ -137,7 +137,7 @@ class SubmittedJob:
     def events(self, number: int, kind: str) -> list[Event]:
         """Those in the log of a node, of its present start."""
         log = self.run(number).journal
-        return [each for each in journal.read(log).events if each.kind == kind] if log.exists() else []
+        return [each for each in event_log.read(log).events if each.kind == kind] if log.exists() else []
 
     def wait_event(self, number: int, kind: str, count: int = 1) -> None:
         """Until there are so many."""

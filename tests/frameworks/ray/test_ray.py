@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from holdfast.integrations.ray_keeper import Owner
 from tests.frameworks.ray.clusters import RayJob, RayNodes, ray_nodes
 from tests.runtime.runs import until
