@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without those that are refused by name, and the one that ends its training early.
 CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py %/early_stop.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
 
-.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes slurm bench clean storm sim-night
+.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes slurm ray bench clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -87,6 +87,9 @@ lost-nodes: venv  ## seconds from the loss of a node to the next step at full si
 
 slurm: venv  ## a real Slurm of four slurmd here: the queue again, a lost node, scancel (5 minutes, root, slurm-wlm)
 	HOLDFAST_SLURM=1 $(VENV)/bin/python -m pytest -o faulthandler_timeout=900 tests/schedulers/test_slurm.py
+
+ray:  ## a real Ray cluster of three and more nodes here: lost nodes, actors, drivers (15 minutes; its own environment)
+	PYTHON=$(PYTHON) TORCH_ARGS='$(TORCH_ARGS)' scripts/frameworks ray
 
 memory: venv  ## the memory tier: lost shards, torn and damaged states, lost hosts; each compared bit for bit (3 minutes)
 	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory_tier.py tests/nodes/test_memory.py

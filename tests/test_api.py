@@ -31,6 +31,8 @@ PUBLIC = [
     "HoldfastError",
     "ImpureBlockError",
     "InternalError",
+    "JobError",
+    "JobSaved",
     "KeepEvery",
     "NonFiniteError",
     "NotMet",

@@ -18,6 +18,8 @@ Tree::
     │   ├── ComputeError            a rank computes something else than others from the same numbers
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
+    │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
+    │   │   └── JobSaved            with 75: a checkpoint is saved, and the same call continues
     │   └── NotMet                  the nodes of the job did not meet in time
     ├── ProtocolError               a frame or message that breaks the protocol
     │   └── AuthError               the token handshake failed
@@ -142,6 +144,24 @@ class PeerLost(FaultError):
 
 class GroupError(FaultError):
     """A process group could not be built."""
+
+
+class JobError(FaultError):
+    """A job that this process has started on a cluster ended without success.
+
+    Args:
+        message: how it ended.
+        code: its exit code (``docs/exit-codes.md``); minus the number of the signal that has killed its launchers.
+        hint: what to do next.
+    """
+
+    def __init__(self, message: str, *, code: int = 0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class JobSaved(JobError):
+    """The job has saved a checkpoint and left (code 75): the same call continues at the next step."""
 
 
 class NotMet(FaultError):

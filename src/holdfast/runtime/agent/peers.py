@@ -99,7 +99,7 @@ class Peers:
             UsageError: the others look here first, and would find another program.
         """
         try:
-            self.known = {peer.node_id: peer for peer in _read_peers(self._run)}
+            self.known = {peer.node_id: peer for peer in read_peers(self._run)}
         except (OSError, msgspec.MsgspecError):
             self.known = {}
         before = self.known.get(self.me)
@@ -348,7 +348,8 @@ class Peers:
             self._on_here(node_id)  # what the closed one had not delivered is said again
 
 
-def _read_peers(run: RunDir) -> list[Peer]:
+def read_peers(run: RunDir) -> list[Peer]:
+    """All nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
 
 

@@ -1,0 +1,178 @@
+"""Keeps the launcher of one node for an actor: a process of its own, out of reach of what ends an actor's children.
+
+Theory. An actor is a process of Ray, and may be killed while the node is sound: by an out-of-memory monitor, by a
+command, by a defect. Nothing of the training depends on it. So the launcher belongs to this keeper, and the actor owns
+the keeper by a file with its process number. A new actor on the same node that finds the keeper writes its own number
+there, and nothing has happened. A keeper without a living owner asks the launcher to save and leave: its job is over
+for Ray, which gives the resources of the node to others.
+
+Invariants:
+1. There is one keeper per place (a lock), and it ends after its launcher.
+2. The launcher is killed when its keeper is: its agent then saves and leaves.
+3. An owner that was lost is worth one request to leave, and so is each signal to the keeper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.node.rundir import is_free, open_log, try_lock, write_private
+
+POLL_S = 0.1
+LOCK_S = 5.0
+ORPHAN_S = 8.0  # Ray has a new actor on the node within two seconds; on a busy machine later
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is started, and where."""
+
+    command: tuple[str, ...]
+    directory: str
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The actor whose launcher it is."""
+
+    pid: int
+    ticks: int  # when the process started: numbers are given again
+    launch: str  # the driver's call that it belongs to
+    ray_node: str
+    devices: tuple[str, ...]  # what Ray has given to it
+
+    @property
+    def lives(self) -> bool:
+        """Its process does."""
+        return start_ticks(self.pid) == self.ticks
+
+    def succeeds(self, other: Owner) -> bool:
+        """It may take over what ``other`` has started."""
+        return (self.launch, self.ray_node, self.devices) == (other.launch, other.ray_node, other.devices)
+
+
+class KeptPlace:
+    """The files by which an actor and a keeper know of each other, in a private directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.output = path / "output"
+        self.lock = path / "lock"
+        self.code_file = path / "code"
+
+    @property
+    def kept(self) -> bool:
+        """A keeper lives."""
+        return not is_free(self.lock)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the launcher; None: it has none so far."""
+        try:
+            return int(self.code_file.read_text())
+        except FileNotFoundError:
+            return None
+
+    @property
+    def owner(self) -> Owner | None:
+        """None: there never was one."""
+        try:
+            return msgspec.json.decode((self.path / "owner").read_bytes(), type=Owner)
+        except FileNotFoundError:
+            return None
+
+    def own(self, owner: Owner) -> None:
+        """From now on it belongs to this one."""
+        write_private(self.path / "owner", msgspec.json.encode(owner))
+
+    def start(self, order: Order) -> None:
+        """Start a keeper for this order; there has to be none."""
+        self.code_file.unlink(missing_ok=True)
+        write_private(self.path / "order", msgspec.json.encode(order))
+        with os.fdopen(open_log(self.output), "ab") as output:
+            subprocess.run(
+                [sys.executable, "-m", "holdfast.integrations.ray.keeper", str(self.path)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, check=True,
+            )  # fmt: skip
+
+    def ask(self) -> None:
+        """Ask the launcher to save and leave, by its keeper."""
+        pid = int((self.path / "keeper").read_text())
+        if self.kept:
+            os.kill(pid, signal.SIGTERM)
+
+
+class Keeper:
+    """The life of one launcher."""
+
+    def __init__(self, place: KeptPlace) -> None:
+        self.place = place
+        self.requests = 0
+        self._passed_on = 0
+        self._owned_s = time.monotonic()
+        self._orphan = False
+
+    def run(self) -> None:
+        """Start the launcher, and stay until it has ended."""
+        signal.signal(signal.SIGTERM, self._asked)
+        order = msgspec.json.decode((self.place.path / "order").read_bytes(), type=Order)
+        libc, keeper = ctypes.CDLL(None), os.getpid()
+
+        def end_with_keeper() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:  # it has died before the request could be made
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        launcher = subprocess.Popen(order.command, cwd=order.directory, preexec_fn=end_with_keeper)
+        while launcher.poll() is None:
+            self._look()
+            while self._passed_on < self.requests:
+                self._passed_on += 1
+                launcher.send_signal(signal.SIGTERM)
+            time.sleep(POLL_S)
+        write_private(self.place.code_file, str(launcher.returncode).encode())
+
+    def _asked(self, _number: int, _frame: FrameType | None) -> None:
+        self.requests += 1
+
+    def _look(self) -> None:
+        owner, now_s = self.place.owner, time.monotonic()
+        if owner is not None and owner.lives:
+            self._owned_s = now_s
+        elif now_s - self._owned_s > ORPHAN_S and not self._orphan:
+            self._orphan = True
+            self.requests = max(1, self.requests)
+
+
+def main() -> None:
+    """``python -m holdfast.integrations.ray.keeper PLACE``: returns at once, the keeper stays."""
+    place = KeptPlace(Path(sys.argv[1]))
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        os.read(reading, 1)  # until it holds the lock, or has ended
+        os._exit(0)
+    os.close(reading)
+    os.setsid()
+    held, until_s = try_lock(place.lock), time.monotonic() + LOCK_S
+    while held is None:  # an actor that looks whether it is free holds it for that moment
+        if time.monotonic() > until_s:
+            return
+        time.sleep(POLL_S)
+        held = try_lock(place.lock)
+    write_private(place.path / "keeper", str(os.getpid()).encode())
+    os.close(writing)
+    Keeper(place).run()
+
+
+if __name__ == "__main__":
+    main()

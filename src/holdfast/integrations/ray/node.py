@@ -1,0 +1,233 @@
+"""The actor of one node: holds its launcher, tells the driver where it is, how it ended and what the ranks returned.
+
+Ray makes the actor again when its process or its node is lost, without any memory of what was. What it has to know it
+reads from the files of the node (``keeper.py``), or is told by the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.integrations.ray.keeper import LOCK_S, POLL_S, KeptPlace, Order, Owner
+from holdfast.integrations.ray.rank import CONFIG, RETURNED
+from holdfast.integrations.ray.shipped_function import TrainFunction, find_place
+from holdfast.runtime.agent.peers import read_peers
+from holdfast.runtime.net.addresses import endpoint, family_of
+from holdfast.runtime.node.file_owners import doubt
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.node.rundir import RunDir, write_private
+
+KEEPER_LOST = -9
+STATUS_S = 30.0
+CHUNK_SIZE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """What a node has to run; the same for all, but for the contacts."""
+
+    flags: tuple[str, ...]
+    train: TrainFunction | str  # a string: the path of a script
+    args: tuple[str, ...]
+    directory: str  # the driver's working directory
+    contacts: tuple[str, ...]
+    token: str = field(repr=False)
+    config: bytes | None
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """An actor that is up."""
+
+    address: str  # of its node
+    contact: str  # a free port there
+    runs: bool  # it has taken over what an actor before it has started
+
+
+class HoldfastNode:
+    """One node of the job. All methods may be called at the same time.
+
+    Args:
+        name: of the job.
+        number: of this node.
+        launch: the driver's call.
+        run_dir: directory for the runs of this user, on the node.
+    """
+
+    def __init__(self, name: str, number: int, launch: str, run_dir: str) -> None:
+        import ray
+
+        context = ray.get_runtime_context()
+        self._name, self._number = name, number
+        self._runs = Path(run_dir)
+        self._run = RunDir(self._runs / f"{name}-node{number}")
+        self._place = KeptPlace(self._runs / f"{name}-node{number}.ray")
+        devices = context.get_accelerator_ids()
+        self._owner = Owner(
+            pid=os.getpid(),
+            ticks=start_ticks(os.getpid()),
+            launch=launch,
+            ray_node=context.get_node_id(),
+            devices=tuple(f"{kind}:{each}" for kind in sorted(devices) for each in devices[kind]),
+        )
+        self._address: str = ray.util.get_node_ip_address()
+        self._runs_on = self._take_over()
+
+    def __repr__(self) -> str:  # Ray puts it before each line of output
+        return f"{self._name} node{self._number}"
+
+    def _take_over(self) -> bool:
+        if not self._place.path.exists() or self._doubt():
+            return False
+        before = self._place.owner
+        if before is None or not self._place.kept or not self._owner.succeeds(before):
+            return False
+        self._place.own(self._owner)
+        return True
+
+    def here(self) -> NodeHere:
+        """Where this actor is."""
+        with socket.socket(family_of(self._address)) as probe:
+            probe.bind((self._address, 0))
+            contact = endpoint(self._address, probe.getsockname()[1])
+        return NodeHere(self._address, contact, self._runs_on)
+
+    def start(self, order: NodeOrder) -> str:
+        """Start the launcher; returns why it cannot be started, empty: it is."""
+        try:
+            return self._prepare() or self._start(order)
+        except OSError as error:
+            return f"{error.filename or self._place.path}: {error.strerror}"
+
+    def _prepare(self) -> str:
+        """Private directories, and none of the processes that an earlier call has left."""
+        self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why := self._doubt():
+            return why
+        while self._place.kept:
+            owner = self._place.owner
+            if owner is not None and owner.lives and owner.pid != os.getpid():
+                return f"another job of the name {self._name} runs there (process {owner.pid})"
+            time.sleep(POLL_S)  # what is left of an earlier call saves and leaves
+        for path in self._place.path.glob(f"{RETURNED}*"):
+            path.unlink()
+        return ""
+
+    def _doubt(self) -> str:
+        """Why another user may have made the files here; empty: it is not so."""
+        doubts = ((path, doubt(path)) for path in (self._runs, self._place.path))
+        return next((f"{path} {why}" for path, why in doubts if why), "")
+
+    def _start(self, order: NodeOrder) -> str:
+        root, file = _located(order.train)
+        root = os.path.normpath(os.path.join(order.directory, root)) if file else root
+        here = os.getcwd()
+        found = find_place(here, order.directory, root, file) if file else root
+        if file and not found:
+            return f"there is no file {os.path.join(root, file)} (working directory of the actor: {here})"
+        if not Path(found).is_relative_to(here) and os.path.isdir(order.directory):
+            here = order.directory
+        token = self._place.path / "token"
+        write_private(token, order.token.encode())
+        (self._place.path / CONFIG).unlink(missing_ok=True)
+        if order.config is not None:
+            write_private(self._place.path / CONFIG, order.config)
+        flags = ("--run-id", self._name, "--run-dir", str(self._runs), "--node-rank", str(self._number),
+                 "--bind", self._address, "--rdzv-endpoint", ",".join(order.contacts),
+                 "--token-file", str(token), *order.flags)  # fmt: skip
+        command = (sys.executable, "-m", "holdfast", "run", *flags, *_target(order, found, self._place.path))
+        self._place.own(self._owner)
+        self._place.start(Order(command, here))
+        return ""
+
+    def wait(self) -> int:
+        """Show the launcher's output until it has ended; its exit code, below 0 for a signal."""
+        while True:
+            ended, kept = self._place.code, self._place.kept
+            self._show()
+            if ended is not None:
+                self._runs_on = False
+                return ended
+            if not kept and self._place.code is None:
+                self._runs_on = False
+                return KEEPER_LOST
+            time.sleep(POLL_S)
+
+    def _show(self) -> None:
+        """What is new in the launcher's output, by whole lines; a new actor continues at the same place."""
+        mark = self._place.path / "shown"
+        before = shown = int(mark.read_text()) if mark.exists() else 0
+        with self._place.output.open("rb") as file:
+            file.seek(shown)
+            while data := file.read(CHUNK_SIZE_BYTES):
+                whole = data.rpartition(b"\n")[0] or (data if len(data) == CHUNK_SIZE_BYTES else b"")
+                if not whole:
+                    break
+                sys.stdout.write(whole.decode(errors="replace") + "\n")
+                shown += len(whole) + (len(whole) < len(data))
+                file.seek(shown)
+        if shown != before:
+            sys.stdout.flush()
+            write_private(mark, str(shown).encode())
+
+    def contacts(self, asks: int) -> tuple[str, ...]:
+        """Where all agents but that of the node ``asks`` listen; empty: not known here."""
+        try:
+            known = read_peers(self._run)
+            return tuple(endpoint(peer.host, peer.port) for peer in known if peer.node_id != f"node{asks}")
+        except (OSError, msgspec.MsgspecError):
+            return ()
+
+    def leave(self) -> None:
+        """Ask the launcher to save and leave; a second time: to end at once."""
+        if self._place.path.exists() and self._place.kept:
+            self._place.ask()
+
+    def returned(self) -> dict[int, bytes]:
+        """What the ranks of this node have returned, encoded."""
+        files = self._place.path.glob(f"{RETURNED}*")
+        return {int(file.name.removeprefix(RETURNED)): file.read_bytes() for file in files}
+
+    def status(self) -> dict[str, Any]:
+        """What ``holdfast status --json`` says on this node; empty: nothing so far."""
+        asked = subprocess.run(
+            [sys.executable, "-m", "holdfast", "status", "--json", str(self._run.path)],
+            capture_output=True, text=True, timeout=STATUS_S, check=False,
+        )  # fmt: skip
+        said: dict[str, Any] = json.loads(asked.stdout) if asked.returncode == 0 else {}
+        return said
+
+    def clear(self) -> None:
+        """Remove what only this call needed: the token, the output that was shown."""
+        until_s = time.monotonic() + LOCK_S
+        while self._place.kept:  # the keeper of a launcher that has ended
+            if time.monotonic() > until_s:
+                return
+            time.sleep(POLL_S)
+        shutil.rmtree(self._place.path, ignore_errors=True)
+
+
+def _located(train: TrainFunction | str) -> tuple[str, str]:
+    """The directory of the code, and the file in it that has to be there; no file: it is installed."""
+    if isinstance(train, TrainFunction):
+        return train.root, train.file
+    return os.path.split(train)
+
+
+def _target(order: NodeOrder, found: str, place: Path) -> tuple[str, ...]:
+    """The last words of the command: what is run."""
+    if isinstance(order.train, TrainFunction):
+        module, name = order.train.module, order.train.name
+        return ("-m", "holdfast.integrations.ray.rank", module, name, found, str(place))
+    return (os.path.join(found, os.path.basename(order.train)), *order.args)

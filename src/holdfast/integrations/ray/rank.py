@@ -1,0 +1,37 @@
+"""What each rank runs for a training function: import it, call it, leave its value where the node's actor reads it.
+
+``python -m holdfast.integrations.ray.rank MODULE FUNCTION ROOT PLACE``, as ``holdfast run -m`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from holdfast.errors import StateError
+from holdfast.integrations.ray.shipped_function import load_function
+from holdfast.runtime.node.rundir import write_private
+from holdfast.store.format.json_values import decode_values, encode_values
+
+CONFIG, RETURNED = "config", "returned-"
+IN_RANK = "HOLDFAST_RAY_RANK"  # set here: the driver's script is imported, and its guard may be missing
+
+
+def main() -> None:
+    """Run the function that the arguments name."""
+    module, name, root, place = sys.argv[1:5]
+    os.environ[IN_RANK] = "1"
+    function = load_function(module, name, root)
+    config = Path(place) / CONFIG
+    value = function(decode_values(config.read_bytes())) if config.exists() else function()
+    try:
+        data = encode_values(value, "the returned value")
+    except StateError as error:
+        sys.stderr.write(f"holdfast: warning: {error.message}: the driver gets nothing from this rank\n")
+        return
+    write_private(Path(place) / f"{RETURNED}{os.environ['RANK']}", data)
+
+
+if __name__ == "__main__":
+    main()
