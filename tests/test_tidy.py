@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.prose import ALLOWANCE, breaches, counted
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
@@ -295,3 +298,22 @@ def test_rings_are_checked_for_every_package() -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert "3 kept, 0 broken" in result.stdout
+
+
+def test_banned_words_become_fewer() -> None:
+    """The rules of ``docs/writing.md``; sentences from before them are counted per file and only leave."""
+    allowed: dict[str, int] = json.loads(ALLOWANCE.read_text())
+    found = counted()
+    new = [
+        f"{where(ROOT / name, line)} {rule} ({count} in the file, {allowed.get(name, 0)} allowed)"
+        for name, count in found.items()
+        if count > allowed.get(name, 0)
+        for line, rule in breaches(ROOT / name)
+    ]
+    refuse(new, "docs/writing.md bans these words; after a move of files: python -m tests.prose")
+    fewer = [
+        f"{name}: {count} allowed, {found.get(name, 0)} found"
+        for name, count in allowed.items()
+        if found.get(name, 0) < count
+    ]
+    refuse(fewer, "fewer banned words than allowed: python -m tests.prose lowers the allowance")
