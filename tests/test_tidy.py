@@ -7,16 +7,20 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from holdfast import release
 from tests.prose import ALLOWANCE, breaches, counted
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
+CHANGE_LENGTH_MAX = 110
+KINDS_OF_CHANGE = {"added", "changed", "fixed"}
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
@@ -317,3 +321,31 @@ def test_banned_words_become_fewer() -> None:
         if found.get(name, 0) < count
     ]
     refuse(fewer, "fewer banned words than allowed: python -m tests.prose lowers the allowance")
+
+
+def test_changes_are_one_line_each() -> None:
+    changelog = ROOT / "CHANGELOG.md"
+    entries = [
+        (changelog, number, line.removeprefix("- "))
+        for number, line in enumerate(changelog.read_text().splitlines(), 1)
+        if line.startswith(("- ", "  "))
+    ]
+    assert entries
+    found = []
+    for path in (ROOT / "changelog.d").glob("*.*.md"):
+        entries += [(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1)]
+        if path.name.split(".")[1] not in KINDS_OF_CHANGE:
+            found.append(f"{where(path)} is not NAME.added.md, NAME.changed.md or NAME.fixed.md")
+    for path, number, line in entries:
+        if len(line) > CHANGE_LENGTH_MAX:
+            found.append(f"{where(path, number)} has {len(line)} characters")
+    refuse(
+        found, f"a change is one line of at most {CHANGE_LENGTH_MAX} characters; its story is in the commit"
+    )
+
+
+def test_the_version_is_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{release.__name__}.VERSION"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", release.VERSION)
