@@ -121,7 +121,7 @@ bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minu
 	$(VENV)/bin/python bench/planning.py
 
 bench-plots: venv  ## draw bench/history.csv as bench/history.svg
-	$(VENV)/bin/python bench/plots.py
+	$(VENV)/bin/python scripts/bench_plots.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import date
 
-from bench.plots import COLUMNS, PICTURE, figures, rows, svg_of
+from scripts.bench_plots import COLUMNS, PICTURE, figures, rows, svg_of
 
 
 def test_each_record_has_a_date_a_claim_and_numbers() -> None:

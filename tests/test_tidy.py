@@ -349,3 +349,11 @@ def test_the_version_is_in_one_place() -> None:
     assert "version" in project["project"]["dynamic"] and "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{release.__name__}.VERSION"}
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", release.VERSION)
+
+
+def test_each_decision_has_a_line_in_the_index() -> None:
+    folder = ROOT / "docs" / "design"
+    notes = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    rows = re.findall(r"^\| \[(\d{4})\]\(([\w-]+\.md)\) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, name in rows] == notes
+    assert all(name.startswith(number) for number, name in rows)

@@ -1,6 +1,6 @@
 """Draw ``bench/history.csv`` as one SVG file: each figure that was measured more than once, its runs in their order.
 
-``python bench/plots.py`` (``make bench-plots``) writes ``bench/history.svg``; ``tests/test_history.py`` compares them.
+``python scripts/bench_plots.py`` (``make bench-plots``) writes ``bench/history.svg``; ``tests/test_history.py`` compares them.
 Lines of 150 pixels need no plotting library.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-HISTORY = Path(__file__).resolve().parent / "history.csv"
+HISTORY = Path(__file__).resolve().parent.parent / "bench" / "history.csv"
 PICTURE = HISTORY.with_suffix(".svg")
 COLUMNS = ("date", "claim", "series", "n", "min", "value", "p90", "max", "unit", "commit", "command", "note")
 RUNS_MIN = 2
