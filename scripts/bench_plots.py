@@ -1,6 +1,6 @@
 """Draw ``bench/history.csv`` as one SVG file: each figure that was measured more than once, its runs in their order.
 
-``python scripts/bench_plots.py`` (``make bench-plots``) writes ``bench/history.svg``; ``tests/test_history.py`` compares them.
+``make bench-plots`` writes ``bench/history.svg``; ``tests/test_history.py`` compares the two.
 Lines of 150 pixels need no plotting library.
 """
 
