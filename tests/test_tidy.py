@@ -7,14 +7,12 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from holdfast import release
 from tests.prose import ALLOWANCE, breaches, counted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -342,13 +340,6 @@ def test_changes_are_one_line_each() -> None:
     refuse(
         found, f"a change is one line of at most {CHANGE_LENGTH_MAX} characters; its story is in the commit"
     )
-
-
-def test_the_version_is_in_one_place() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" in project["project"]["dynamic"] and "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{release.__name__}.VERSION"}
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", release.VERSION)
 
 
 def test_each_decision_has_a_line_in_the_index() -> None:
